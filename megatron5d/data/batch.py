@@ -1,9 +1,8 @@
-"""From samples to the micro-batches of one rank: inputs, labels, the loss mask, positions and
-documents.
+"""Micro-batches of one rank from samples: inputs, labels, loss mask, positions and documents.
 
-Under context parallelism they are cut to this rank's positions, beside the plan of the attention
-that reaches all others (`SequenceSharding`). A thread reads steps ahead. The loader's whole state
-is `consumed_samples`: a new one that starts there continues as the old one.
+With context parallelism, `SequenceSharding` takes this rank's positions and plans attention. A
+thread reads steps ahead. The loader's only state is `consumed_samples`: a new loader that starts
+there continues like the old one.
 """
 
 import queue
@@ -38,80 +37,70 @@ def make_micro_batch(
     document_starts: Sequence[np.ndarray] | None = None,
     causal: bool = True,
 ) -> MicroBatch:
-    """Cuts rows of a sample's length + 1 tokens into inputs and labels.
+    """Splits rows of a sample's length + 1 tokens into inputs and labels.
 
     The label of a document's last token is the first token of the next document. Its loss counts,
-    as in Megatron, unless `eod_mask_loss` is set. A prediction made at padding, or of padding,
-    never counts. Attention leaves padding
-    out: where a token could see it, a run of padding is a document of its own, and what follows it
-        another.
+    as in Megatron, unless `eod_mask_loss` is set. A prediction at padding, or of padding, never
+    counts. Attention excludes padding: where a token could see it, consecutive padding is a
+    document of its own, and the tokens after it another.
 
     Args:
         rows: int64 `[b, s+1]`; IGNORED for padding.
-        seq_len: tokens of a sequence, whose end padding fills; None = those of a sample.
+        seq_len: tokens of a sequence, filled up with padding; None = those of a sample.
         document_mask: number the documents of each row and restart positions in each document.
         eod: id of the end-of-document token; a new document begins after each.
-        eod_mask_loss: do not count the prediction made at an end-of-document token.
-        document_starts: where documents begin, one array of offsets per row; used when there is no
-            `eod`.
-        causal: tokens see none after them (model.attention_causal), so padding at the end of a row
-            is never seen.
+        eod_mask_loss: ignore the prediction at an end-of-document token.
+        document_starts: offsets of documents, one array per row; used if there is no `eod`.
+        causal: tokens see no later ones (model.attention_causal), so that they never see padding at
+            the end of a row.
 
     Returns:
         A micro-batch of `[b, s]`; tokens of padding are 0.
 
     Raises:
-        ValueError: the settings need an end-of-document token, and none is given.
+        ValueError: the settings require an end-of-document token, and there is none.
     """
     assert rows.ndim == 2 and rows.dtype == torch.int64, (rows.shape, rows.dtype)
     if eod_mask_loss and eod is None:
-        raise ValueError(
-            "data.eod_mask_loss=true, but data.eod is not set and data.tokenizer names none; set data.eod"
-        )
-    # not by IGNORED in rows: a label would be an input
-    padded = 0 if seq_len is None else seq_len + 1 - rows.shape[1]
-    inputs, labels = (
-        F.pad(part, (0, padded), value=IGNORED) for part in (rows[:, :-1], rows[:, 1:])
-    )
+        raise ValueError("data.eod_mask_loss=true requires data.eod (data.tokenizer names none)")
+    # Padding is added after the split into inputs and labels: the last label is not an input.
+    num_padding = 0 if seq_len is None else seq_len + 1 - rows.shape[1]
+    inputs = F.pad(rows[:, :-1], (0, num_padding), value=IGNORED)
+    labels = F.pad(rows[:, 1:], (0, num_padding), value=IGNORED)
     ignored = inputs == IGNORED
-    silent = ignored | (inputs == eod) if eod_mask_loss else ignored  # no prediction is made here
-    loss_mask = ((labels != IGNORED) & ~silent).float()
+    makes_no_prediction = ignored | (inputs == eod) if eod_mask_loss else ignored
+    loss_mask = ((labels != IGNORED) & ~makes_no_prediction).float()
     tokens = inputs.masked_fill(ignored, 0)
     padding = ignored if ignored.any() else None
-    begins = (
-        _document_begins(inputs, eod, document_starts)
-        if document_mask
-        else torch.zeros_like(ignored)
-    )
-    # a token comes after it
-    seen = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored
-    begins[:, 1:] |= seen[:, 1:] != seen[:, :-1]
+    begins = torch.zeros_like(ignored)
+    if document_mask:
+        begins = _document_begins(inputs, eod, document_starts)
+    # With a causal mask, only padding before a token is visible.
+    visible_padding = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored
+    begins[:, 1:] |= visible_padding[:, 1:] != visible_padding[:, :-1]
     positions = positions_from_begins(begins & document_mask)
-    documents = begins.long().cumsum(1) if document_mask or seen.any() else None
+    documents = begins.long().cumsum(1) if document_mask or visible_padding.any() else None
     return MicroBatch(tokens, labels, loss_mask, positions, documents, padding)
 
 
 def _document_begins(
     inputs: Tensor, eod: int | None, starts: Sequence[np.ndarray] | None
 ) -> Tensor:
-    """Returns where documents begin inside rows, bool `[b, s]`: after each `eod`, or at the offsets
-    of `starts`."""
+    """Where documents begin in rows, bool `[b, s]`: after each `eod`, or at the offsets `starts`."""
     begins = torch.zeros(inputs.shape, dtype=torch.bool)
     if eod is not None:
-        # not of tokens, where padding is 0, which may be the same id
+        # In `inputs` padding is IGNORED; in tokens it is 0, which may be the id of `eod`.
         begins[:, 1:] = inputs[:, :-1] == eod
     elif starts is not None:
         for row, offsets in enumerate(starts):
             begins[row, torch.from_numpy(offsets[offsets < inputs.shape[1]])] = True
     else:
-        raise ValueError(
-            "data.document_mask=true, but nothing says where documents begin; set data.eod"
-        )
+        raise ValueError("data.document_mask=true requires data.eod, or the .idx of documents")
     return begins
 
 
 def positions_from_begins(begins: Tensor) -> Tensor:
-    """Returns the positions that restart at 0 where documents begin.
+    """Positions that restart at 0 where documents begin.
 
     Args:
         begins: bool `[b, s]`; the first column counts as a beginning in any case.
@@ -137,16 +126,15 @@ _SEQUENCES = (  # fields of a micro-batch whose last dim is the sequence
 
 
 class SequenceSharding:
-    """Turns a micro-batch of whole sequences into what this cp rank's model reads; the loader calls
-    it.
+    """Turns a micro-batch of full sequences into what this cp rank's model reads.
 
-    Multi-token prediction looks ahead while sequences are whole; then attention is planned, and
-    this rank's positions are taken.
+    Labels of multi-token prediction come from full sequences; then attention is planned, and this
+    rank's positions are taken.
 
     Args:
         config: of the run (parallel.cp_method, cp_inner, train.seq_len, the model's masks and
             num_mtp_layers).
-        device: where the plan's index tensors will be used.
+        device: of the plan's index tensors.
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> None:
@@ -161,48 +149,48 @@ class SequenceSharding:
         self._plan = Planner(layout, self.cp.rank, **masks, device=device)
 
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """Maps `[b, s]` -> `[b, s/cp]`, positions and labels still those of the whole sequence.
+        """Maps `[b, s]` -> `[b, s/cp]`, with positions and labels of the full sequence.
 
         Args:
-            batch: whole sequences, on the CPU (the plan looks at where documents end).
+            batch: full sequences, on the CPU (the plan reads where documents end).
         """
         batch = look_ahead(batch, self.depths)
         if self.cp.size == 1:
             return batch
         plan = self._plan(batch.documents)
-        # [s/cp]: the positions that this rank holds
-        held = torch.from_numpy(plan.layout.rows(self.cp.rank))
-        whole = {name: getattr(batch, name) for name in _SEQUENCES}
-        # each [b, s] -> [b, s/cp]; what looks ahead [D, b, s] -> [D, b, s/cp]
+        local_rows = torch.from_numpy(plan.layout.rows(self.cp.rank))  # [s/cp]
+        # [b, s] -> [b, s/cp]; of multi-token prediction [D, b, s] -> [D, b, s/cp]
+        fields = {name: getattr(batch, name) for name in _SEQUENCES}
         local: dict[str, Any] = {
-            name: None if values is None else values[..., held] for name, values in whole.items()
+            name: None if values is None else values[..., local_rows]
+            for name, values in fields.items()
         }
         return replace(batch, **local, documents=None, context=plan)
 
 
 def look_ahead(batch: MicroBatch, depths: int) -> MicroBatch:
-    """Adds what the prediction blocks read. It needs whole sequences, so it comes before cp takes
-    its rows.
+    """Adds the inputs and labels of multi-token prediction, which requires full sequences.
 
-    A prediction of depth k counts where the main prediction k tokens later counts, none of the
-    tokens before that is padding and, if documents are told apart, all are in the same document.
+    A prediction of depth k counts if the main prediction k tokens later counts, no token before
+    that is padding and, with a document mask, all are in the same document.
 
-    Returns the batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end
-    of a sequence.
+    Returns:
+        The batch with `[depths, b, s]` tokens, labels and masks; 0, IGNORED and 0 past the end of a
+        sequence.
     """
     if depths == 0:
         return batch
     tokens, labels, masks = [], [], []
     following = batch.labels.clamp(min=0)  # token i+1; padding is 0, as in tokens
-    padding = (
-        torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.padding is None else batch.padding
-    )
-    real = torch.ones_like(batch.loss_mask)
+    padding = batch.padding
+    if padding is None:
+        padding = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    no_padding = torch.ones_like(batch.loss_mask)
     for k in range(1, depths + 1):
         tokens.append(F.pad(following[:, k - 1 :], (0, k - 1)))
         labels.append(F.pad(batch.labels[:, k:], (0, k), value=IGNORED))
-        real = real * F.pad(~padding[:, k - 1 :], (0, k - 1))
-        mask = F.pad(batch.loss_mask[:, k:], (0, k)) * real
+        no_padding = no_padding * F.pad(~padding[:, k - 1 :], (0, k - 1))
+        mask = F.pad(batch.loss_mask[:, k:], (0, k)) * no_padding
         if batch.documents is not None:
             mask = mask * (F.pad(batch.documents[:, k:], (0, k), value=-1) == batch.documents)
         masks.append(mask)
@@ -216,20 +204,19 @@ Step = tuple[int, list[MicroBatch]]  # consumed_samples after the step, its micr
 class Loader:
     """Yields, for each step, the list of micro-batches of this rank.
 
-    A thread reads up to `prefetch` steps ahead. It starts with the first step, so the process may
-    fork before that. An error in the thread is raised when the step is asked for.
+    A thread reads up to `prefetch` steps ahead. It starts with the first step, so that the process
+    may fork before that. `__next__` raises errors of the thread.
 
     Args:
-        batches: the run's schedule of global batches, as of `batch_schedule`.
+        batches: the run's schedule of global batches, from `batch_schedule`.
         dp_rank: this rank's position on the data-parallel axis.
         vocab_size: ids must be below it; None = not checked.
-        knob: config key of the files, for errors.
-        left_out: the samples consumed before each step that has no micro-batch, of which nothing is
-            read.
-        prefetch: steps read ahead; 0 = none, without a thread.
+        key: configuration key of the files, for errors.
+        skipped: number of consumed samples before each step that reads nothing (data.skip_steps).
+        prefetch: steps read ahead; 0 = no thread.
         pin_memory: put micro-batches into page-locked memory.
-        transform: applied to each micro-batch when it is read (takes this cp rank's rows).
-        options: of `make_micro_batch`, all but document_starts.
+        transform: applied to each micro-batch (takes this cp rank's rows).
+        options: of `make_micro_batch`, except document_starts.
     """
 
     def __init__(
@@ -242,9 +229,9 @@ class Loader:
         dp_size: int = 1,
         consumed_samples: int = 0,
         vocab_size: int | None = None,
-        knob: str = "data.train",
+        key: str = "data.train",
         prefetch: int = 2,
-        left_out: Container[int] = (),
+        skipped: Container[int] = (),
         pin_memory: bool = False,
         transform: Callable[[MicroBatch], MicroBatch] | None = None,
         **options: Any,
@@ -252,9 +239,9 @@ class Loader:
         self.samples, self.consumed_samples = samples, consumed_samples
         self._batches, self._sizes = batches, (mbs, dp_rank, dp_size)
         self._make: Callable[..., MicroBatch] = partial(make_micro_batch, **options)
-        self._wants_starts = options.get("document_mask", False) and options.get("eod") is None
+        self._reads_starts = options.get("document_mask", False) and options.get("eod") is None
         self._vocab_size, self._pin_memory, self._transform = vocab_size, pin_memory, transform
-        self._prefetch, self._knob, self._left_out = prefetch, knob, left_out
+        self._prefetch, self._key, self._skipped = prefetch, key, skipped
         self._queue: queue.Queue[Step | BaseException] = queue.Queue(max(prefetch, 1))
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -263,11 +250,11 @@ class Loader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        """Returns the micro-batches of the next step; `consumed_samples` counts that step from then
-        on.
+        """Micro-batches of the next step; advances `consumed_samples`.
 
-        Raises ValueError: a token id is not in the vocabulary, or a file cannot be read any more;
-        names key and file. Raises IndexError: there are no more samples (data.order=megatron).
+        Raises:
+            ValueError: a token id is not in the vocabulary, or a file is no longer readable.
+            IndexError: there are no more samples (data.order=megatron).
         """
         if self._prefetch == 0:
             self.consumed_samples, batches = self._read_step(self.consumed_samples)
@@ -293,14 +280,13 @@ class Loader:
             self._thread = None
 
     def _read_ahead(self, consumed: int) -> None:
-        """Runs as the thread: puts one step after another, or the error that ends it, into the
-        queue."""
+        """Runs in the thread: puts steps into the queue, or the error that ends it."""
         item: Step | BaseException
         while not self._stop.is_set():
             try:
                 item = self._read_step(consumed)
                 consumed = item[0]
-            except BaseException as error:  # noqa: BLE001 - raised again by __next__
+            except BaseException as error:  # __next__ raises it
                 item = error
             while not self._stop.is_set():
                 try:
@@ -313,19 +299,18 @@ class Loader:
 
     def _read_step(self, consumed: int) -> Step:
         size = global_batch_size(consumed, self._batches)
-        if consumed in self._left_out:
+        if consumed in self._skipped:
             return consumed + size, []
         numbers = micro_batch_samples(consumed, size, *self._sizes)
         try:
-            return consumed + size, [self._read_micro_batch(each) for each in numbers]
+            return consumed + size, [self._read_micro_batch(n) for n in numbers]
         except (ValueError, OSError) as error:
-            raise ValueError(f"{self._knob}: {error}") from error
+            raise ValueError(f"{self._key}: {error}") from error
 
     def _read_micro_batch(self, numbers: range) -> MicroBatch:
-        # int64 [b, s+1]: labels are one ahead of tokens
-        rows = np.stack([self.samples[i] for i in numbers])
+        rows = np.stack([self.samples[i] for i in numbers])  # int64 [b, s+1]
         self._check_vocab(numbers, rows)
-        starts = [self.samples.document_starts(i) for i in numbers] if self._wants_starts else None
+        starts = [self.samples.document_starts(i) for i in numbers] if self._reads_starts else None
         # [b, s+1] -> tokens, labels [b, s]
         batch = self._make(torch.from_numpy(rows), document_starts=starts)
         batch = replace(batch, samples=torch.tensor(numbers))
@@ -334,8 +319,7 @@ class Loader:
         return batch.pin_memory() if self._pin_memory else batch
 
     def _check_vocab(self, numbers: range, rows: np.ndarray) -> None:
-        """Refuses ids outside the vocabulary: an embedding that is cut over tp would return zeros
-        for them."""
+        """Rejects ids outside the vocabulary, for which an embedding over tp would return zeros."""
         limit = self._vocab_size
         if limit is None or (int(rows.max()) < limit and int(rows.min()) >= 0):
             return
@@ -345,11 +329,15 @@ class Loader:
         row, column = np.argwhere(wrong)[0]
         stream, _ = self.samples.locate(numbers[row])
         token = int(rows[row, column])
+        fix = (
+            "tokenize with the model's tokenizer or set model.vocab_size to at least "
+            f"{int(rows.max()) + 1}"
+        )
         if token < 0:
-            way_out = f"ids begin at 0, and {IGNORED} is padding: the file is damaged, or does not hold token ids"
-        else:
-            way_out = f"tokenise with the model's tokenizer or set model.vocab_size to at least {int(rows.max()) + 1}"
+            fix = (
+                f"ids begin at 0 ({IGNORED} is padding): the file is damaged or holds no token ids"
+            )
         raise ValueError(
-            f"{stream.dataset.prefix}: sample {numbers[row]} has token id {token}, model.vocab_size is {limit}; "
-            f"{way_out}"
+            f"{stream.dataset.prefix}: sample {numbers[row]} requires ids below model.vocab_size = "
+            f"{limit} (got {token}); {fix}"
         )

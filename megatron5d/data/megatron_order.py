@@ -266,7 +266,7 @@ def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -
     """Returns the samples that Megatron requests from each dataset of a blend.
 
     Args:
-        weights: one per dataset, normalised.
+        weights: one per dataset, normalized.
         surplus: share added to each; 0 gives what the blend is expected to take.
     """
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
@@ -282,7 +282,7 @@ def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.
     that do not are computed again.
 
     Args:
-        weights: one per dataset, normalised.
+        weights: one per dataset, normalized.
         size: samples of the blend.
 
     Returns:

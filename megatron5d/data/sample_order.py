@@ -1,34 +1,33 @@
-"""Samples from the concatenated documents of one dataset, in our own two orders: sequential and
-shuffled.
+"""Samples from the concatenated documents of one dataset, in sequential or shuffled order.
 
 Sample j of an epoch is tokens j·seq_len to (j+1)·seq_len, both included: one more than seq_len,
-because the last input needs a label, so neighbouring samples share a token. `sequential` takes j =
-0, 1, 2 …; `shuffled` permutes them by a function of seed and epoch, so nothing is built, stored or
-exchanged between ranks.
+because the last input needs a label, so that adjacent samples share a token. `sequential` takes j =
+0, 1, 2 …; `shuffled` permutes them by a function of seed and epoch, so that no index is built,
+stored or exchanged between ranks.
 
 That function is a keyed permutation of 0 … n−1, swap-or-not: each round pairs x with (k − x) mod n,
-and swaps the pair if a bit that both of them compute is set. Each round is its own inverse, so the
-whole is a bijection for any n.
+and swaps the pair if a bit that both of them compute is set. Each round is its own inverse, so that
+their composition is a bijection for any n.
 Source: Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", CRYPTO 2012, Figure
     1.
 
 The state of the whole data pipeline is one number, `consumed_samples`. A step takes the next gbs
-samples of the global order, so its set of samples depends on neither dp nor mbs. Each micro-step
-takes the next mbs·dp of them, of which rank r gets the r-th mbs, as in Megatron.
+samples of the global order, so that its set of samples depends on neither dp nor mbs. Each
+micro-step takes the next mbs·dp of them, of which rank r gets the r-th mbs, as in Megatron.
 """
 
 import numpy as np
 
 from megatron5d.data.indexed_dataset import IndexedDataset
 
-# the paper suggests 6·log2(n) or more: each round divides the distance to a random order by about
-# sqrt(2)
+# The paper suggests 6·log2(n) or more: each round divides the distance to a random order by about
+# sqrt(2).
 ROUNDS = 64
 MASK = (1 << 64) - 1
 
 
 def mix(x: int) -> int:
-    """Returns a bijective hash of 64 bits: the finaliser of SplitMix64.
+    """Bijective hash of 64 bits: the finalizer of SplitMix64.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014
         (mix64variant13).
@@ -38,16 +37,16 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def hash_key(*parts: int) -> int:
-    """Returns one 64-bit key from several integers and their order."""
+def hash_key(*integers: int) -> int:
+    """One 64-bit key from several integers and their order."""
     key = 0
-    for part in parts:
-        key = mix((key + 0x9E3779B97F4A7C15 + (part & MASK)) & MASK)
+    for integer in integers:
+        key = mix((key + 0x9E3779B97F4A7C15 + (integer & MASK)) & MASK)
     return key
 
 
 class Permutation:
-    """The permutation of 0 … n−1 that belongs to a key.
+    """Permutation of 0 … n−1, determined by a key.
 
     Args:
         n: number of elements, at least 1.
@@ -60,7 +59,7 @@ class Permutation:
         self._rounds = [(hash_key(key, 2 * r) % n, hash_key(key, 2 * r + 1)) for r in range(ROUNDS)]
 
     def __call__(self, x: int) -> int:
-        """Returns the position that `x` is mapped to."""
+        """Position that `x` is mapped to."""
         assert 0 <= x < self.n, (x, self.n)
         for k, round_key in self._rounds:
             partner = (k - x) % self.n
@@ -70,7 +69,7 @@ class Permutation:
 
 
 class PackedStream:
-    """The samples of one dataset, epoch after epoch without end.
+    """Samples of one dataset, for an unlimited number of epochs.
 
     Args:
         documents: (begin, end) of the documents to use.
@@ -92,28 +91,27 @@ class PackedStream:
         self.num_tokens = dataset.document_start(documents[1]) - self.start
         self.samples_per_epoch = (self.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
-            way_out = (
-                f"lower train.seq_len to at most {self.num_tokens - 1}, or "
-                if self.num_tokens > 1
-                else ""
-            )
+            first, last = documents
+            fix = "add documents"
+            if self.num_tokens > 1:
+                fix = f"lower train.seq_len to at most {self.num_tokens - 1}, or {fix}"
             raise ValueError(
-                f"{dataset.prefix}: documents {documents[0]} to {documents[1] - 1} hold {self.num_tokens} tokens, "
-                f"and one sample takes train.seq_len + 1 = {seq_len + 1}; {way_out}take more"
+                f"{dataset.prefix}: a sample requires train.seq_len + 1 = {seq_len + 1} tokens "
+                f"(documents {first} to {last - 1} have {self.num_tokens}); {fix}"
             )
         self._key = key
         self._epoch: tuple[int, Permutation] | None = None
 
     def tokens(self, k: int) -> np.ndarray:
-        """Returns the ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
+        """Ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
         return self.dataset.tokens(self._position(k), self.seq_len + 1)
 
     def document_starts(self, k: int) -> np.ndarray:
-        """Returns the offsets in sample `k` at which a document begins, int64, each at least 1."""
+        """Offsets in sample `k` at which documents begin, int64, each at least 1."""
         return self.dataset.document_starts(self._position(k), self.seq_len + 1)
 
     def _position(self, k: int) -> int:
-        """Returns the first token of sample `k` in the file."""
+        """Index in the file of the first token of sample `k`."""
         epoch, j = divmod(k, self.samples_per_epoch)
         if self._key is not None:
             if self._epoch is None or self._epoch[0] != epoch:
@@ -125,7 +123,7 @@ class PackedStream:
 def micro_batch_samples(
     consumed_samples: int, gbs: int, mbs: int, dp_rank: int, dp_size: int
 ) -> list[range]:
-    """Returns the samples of one step that belong to one data-parallel rank.
+    """Samples of one step that belong to one data-parallel rank.
 
     Args:
         consumed_samples: sequences of all earlier steps.

@@ -1,9 +1,8 @@
-"""The global order of samples: sample i is the same tokens on every rank, with every layout, after
-any restart.
+"""The global order of samples: sample i has the same tokens on every rank, layout and restart.
 
-Which dataset the i-th sample comes from follows from the datasets' weights, by one of two rules:
-our own repeats one evenly mixed cycle (a small index, any number of samples); Megatron's is greedy
-and sequential (an index as long as the run).
+The dataset of the i-th sample follows from the datasets' weights, by one of two rules: our own
+repeats one evenly mixed cycle (a small index, any number of samples); Megatron's is greedy and
+sequential (an index as long as the run).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Stream = Union[PackedStream, "MegatronStream"]
 
 
 class Samples:
-    """All samples of a run in their global order.
+    """All samples of a run, in their global order.
 
     Args:
         route: sample -> (index of the dataset, number of the sample in it).
@@ -49,24 +48,26 @@ class Samples:
         self._route = route
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """Returns the ids of sample `i`, int64 `[seq_len + 1]`."""
+        """Ids of sample `i`, int64 `[seq_len + 1]`."""
         stream, k = self.locate(i)
         return stream.tokens(k).astype(np.int64)
 
     def document_starts(self, i: int) -> np.ndarray:
-        """Returns the offsets in sample `i` at which a document of the index begins, int64, each in
-        1 … seq_len."""
+        """Offsets in sample `i` at which documents of the index begin, int64 in 1 … seq_len."""
         stream, k = self.locate(i)
         return stream.document_starts(k)
 
     def locate(self, i: int) -> tuple[Stream, int]:
-        """Returns the stream that sample `i` comes from and its number there. Raises IndexError:
-        there is no such sample."""
-        i = int(i)  # numpy's integers would overflow in the arithmetic of the shuffle
+        """The stream of sample `i`, and its number there.
+
+        Raises:
+            IndexError: the sample does not exist.
+        """
+        i = int(i)  # the shuffle would overflow with numpy's integers
         if i < 0 or (self.num_samples is not None and i >= self.num_samples):
             raise IndexError(
                 f"sample {i}: data.order=megatron was built for {self.num_samples} samples; "
-                f"open it for train.steps · train.gbs of the whole run"
+                "it requires train.steps · train.gbs of the entire run"
             )
         d, k = self._route(i)
         return self.streams[d], k
@@ -91,38 +92,33 @@ def open_samples(
         seq_len: tokens of a sample, without the extra one.
         order: shuffled (fixed chunks, permuted in each epoch), sequential (the same chunks in file
             order) or megatron (exactly GPTDataset's).
-        num_samples: samples that the whole run takes; only megatron's order depends on it.
+        num_samples: of the entire run; only megatron's order depends on it.
         split: "969,30,1", the shares of each dataset's documents for train, valid and test; None =
-            all for each part.
+            all documents for each.
         part: train, valid or test.
-        cache_dir: for megatron's indices; None = a folder `cache` beside the first prefix.
+        cache_dir: for megatron's indices; None = a folder `cache` next to the first prefix.
         unweighted: as in `mixing_weights`.
 
     Returns:
         The samples.
 
     Raises:
-        ValueError: a file is broken, a split is not legal, or there are too few tokens.
+        ValueError: a file is damaged, the split is invalid, or there are too few tokens.
     """
     parsed = [source_of(entry) for entry in sources]
     datasets = [IndexedDataset(source.prefix) for source in parsed]
     if order == "megatron":
-        folder = (
-            Path(cache_dir) if cache_dir is not None else Path(parsed[0].prefix).parent / "cache"
-        )
-        by_size = (
-            unweighted == "size"
-            and len(parsed) > 1
-            and not any(source.weighted for source in parsed)
-        )
+        folder = Path(parsed[0].prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
+        has_weights = any(source.weighted for source in parsed)
+        by_size = unweighted == "size" and len(parsed) > 1 and not has_weights
         return _megatron_samples(
             parsed, datasets, seq_len, seed, num_samples, (split, part), folder, by_size=by_size
         )
     streams = []
     for d, dataset in enumerate(datasets):
         documents = split_range(split, part, dataset.num_documents)
-        # the dataset's place in the list is in the key, so that one file named twice is not read in
-        # the same order
+        # The key includes the index of the dataset, so that a file that is listed twice is not read
+        # in the same order.
         key = hash_key(seed, d) if order == "shuffled" else None
         streams.append(PackedStream(dataset, documents, seq_len, key))
     weights = mixing_weights(parsed, [stream.num_tokens for stream in streams], unweighted)
@@ -130,7 +126,7 @@ def open_samples(
 
 
 def _own_route(weights: list[float]) -> Callable[[int], tuple[int, int]]:
-    """Returns the `route` of our own mixture."""
+    """The `route` of our own mixture."""
     if len(weights) == 1:
         return lambda i: (0, i)
     ids, numbers, counts = mixing_cycle(weights)
@@ -154,36 +150,38 @@ def _megatron_samples(
     *,
     by_size: bool,
 ) -> Samples:
-    """Returns the samples in Megatron's order.
+    """Samples in Megatron's order.
 
     As in Megatron, they are a blend if there are several datasets, or one with an explicit weight
-    and a split; and a list without weights is mixed by size, each dataset once. A run that takes
-    more than that is beyond Megatron: it continues as if the sizes were written as weights.
+    and a split; a list without weights is mixed by size, each dataset once. Megatron has no longer
+    runs; here they continue as if the sizes were weights.
     """
     from megatron5d.data.megatron_order import SURPLUS, megatron_sizes
 
-    def stream(d: int, wanted: int | None) -> MegatronStream:
-        return _megatron_stream(datasets[d], split_part, seq_len, wanted, seed, folder)
+    def stream(d: int, size: int | None) -> MegatronStream:
+        return _megatron_stream(datasets[d], split_part, seq_len, size, seed, folder)
 
     blended = len(sources) > 1 or (sources[0].weighted and split_part[0] is not None)
     if not blended:
-        only = stream(0, num_samples)
-        return Samples([only], lambda i: (0, i), seq_len, only.num_samples)
+        single = stream(0, num_samples)
+        return Samples([single], lambda i: (0, i), seq_len, single.num_samples)
     shares = [source.weight for source in sources]
     if by_size:
         streams = [stream(d, None) for d in range(len(sources))]
-        shares = [float(each.num_samples) for each in streams]
+        shares = [float(s.num_samples) for s in streams]
         if num_samples is None or num_samples <= sum(shares):
             size = int(sum(shares)) if num_samples is None else num_samples
-            return _blend(sources, streams, normalised(shares), size, seq_len, folder)
+            return _blend(sources, streams, normalized(shares), size, seq_len, folder)
     if num_samples is None:
-        raise ValueError("data.order=megatron with weights needs the number of samples of the run")
-    weights = normalised(shares)
-    streams = [
-        stream(d, wanted) for d, wanted in enumerate(megatron_sizes(weights, num_samples, SURPLUS))
-    ]
+        raise ValueError(
+            "data.order=megatron with weights requires the number of samples of the run"
+        )
+    weights = normalized(shares)
+    sizes = megatron_sizes(weights, num_samples, SURPLUS)
+    streams = [stream(d, size) for d, size in enumerate(sizes)]
     size = sum(megatron_sizes(weights, num_samples, 0.0))
-    weights = normalised(weights)  # Megatron divides by the sum twice, which can move the last bit
+    # Megatron divides by the sum twice, which can change the last bit.
+    weights = normalized(weights)
     return _blend(sources, streams, weights, size, seq_len, folder)
 
 
@@ -195,7 +193,7 @@ def _blend(
     seq_len: int,
     folder: Path,
 ) -> Samples:
-    """Returns Megatron's mixture of streams, of `size` samples, by normalised weights."""
+    """Megatron's mixture of streams, of `size` samples, by normalized weights."""
     from megatron5d.data.megatron_order import cached_arrays, megatron_blend
 
     def build() -> dict[str, np.ndarray]:
@@ -208,8 +206,9 @@ def _blend(
     for d, (stream, needed) in enumerate(zip(streams, np.bincount(ids, minlength=len(streams)))):
         if needed > (stream.num_samples or 0):
             raise ValueError(
-                f"data.order=megatron: the blend takes {needed} samples of {sources[d].prefix}, which was built for "
-                f"{stream.num_samples}; raise its weight {sources[d].weight} a little"
+                f"data.order=megatron: the blend takes {needed} samples of {sources[d].prefix}, "
+                f"which was built for {stream.num_samples}; raise its weight {sources[d].weight} "
+                "slightly"
             )
     return Samples(streams, lambda i: (int(ids[i]), int(numbers[i])), seq_len, size)
 
@@ -259,23 +258,22 @@ def _megatron_stream(
 PARTS = ("train", "valid", "test")
 
 
-def normalised(weights: Sequence[float]) -> list[float]:
-    """Divides weights by their sum in Megatron's arithmetic (numpy fp64), so that ties are resolved
-    as it does."""
+def normalized(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum, in Megatron's arithmetic (numpy fp64), which decides ties."""
     array = np.array(weights, dtype=np.float64)
     with np.errstate(over="ignore"):
         total = np.sum(array)
-    return (array / total).tolist() if np.isfinite(total) else normalised(array / array.max())
+    return (array / total).tolist() if np.isfinite(total) else normalized(array / array.max())
 
 
 def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: str) -> list[float]:
-    """Returns the weight of each dataset of a list, on any scale.
+    """Weight of each dataset of a list, on any scale.
 
     Args:
         sources: entries of the list.
         sizes: tokens or samples of each.
-        unweighted: data.weights: what a list without any weight means, size or equal. Beside others
-            that have one, a bare prefix weighs 1.
+        unweighted: data.weights, the meaning of a list without weights: size or equal. In a list
+            with weights, a prefix without one has weight 1.
     """
     if unweighted == "size" and not any(source.weighted for source in sources):
         return [float(size) for size in sizes]
@@ -283,7 +281,7 @@ def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: 
 
 
 def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]:
-    """Returns the contiguous range of items that a split string gives to one part.
+    """Contiguous range of items that a split string gives to one part.
 
     Args:
         split: as in `split_shares`; None = everything belongs to every part.
@@ -299,10 +297,10 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
     assert part in PARTS, part
     if split is None:
         return 0, num_items
-    borders = [0.0]
-    for share in normalised(split_shares(split)):
-        borders.append(borders[-1] + share)
-    low, high = borders[PARTS.index(part)], borders[PARTS.index(part) + 1]
+    bounds = [0.0]
+    for share in normalized(split_shares(split)):
+        bounds.append(bounds[-1] + share)
+    low, high = bounds[PARTS.index(part)], bounds[PARTS.index(part) + 1]
     begin, end = round(low * num_items), round(high * num_items)
     if begin >= end:
         raise ValueError(
@@ -312,31 +310,30 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
     return begin, end
 
 
-CYCLE = 1 << 16  # samples after which our own mixture repeats; weights are exact to 1 / CYCLE
+CYCLE = 1 << 16  # samples of a cycle of our own mixture; weights are exact to 1 / CYCLE
 
 
 def mixing_cycle(
     weights: Sequence[float], cycle: int = CYCLE
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns one cycle of our own mixture, in which every stretch has the datasets in proportion
-    to their weights.
+    """One cycle of our own mixture, with the datasets everywhere in proportion to their weights.
 
-    The k-th of a dataset's c samples belongs at time (k + ½)/c of the cycle; sorting all times
-    gives the order. Within any prefix a dataset is then less than one sample per competitor away
-    from its exact share.
+    The k-th of a dataset's c samples has the time (k + ½)/c of the cycle; sorting by time gives the
+    order. In any prefix a dataset then differs from its exact share by less than one sample per
+    other dataset.
 
     Args:
         weights: one per dataset, any positive scale.
         cycle: samples in a cycle.
 
     Returns:
-        dataset of each sample int32 `[cycle]`, its number within the dataset int64 `[cycle]`, and
+        Dataset of each sample int32 `[cycle]`, its number within the dataset int64 `[cycle]`, and
         samples of each dataset per cycle int64 `[datasets]`.
     """
     num = len(weights)
     cycle = max(cycle, num)
-    shares = np.array(normalised(weights)) * (cycle - num)
-    # at least one sample of each, however small its weight
+    shares = np.array(normalized(weights)) * (cycle - num)
+    # Every dataset has at least one sample, however small its weight.
     counts = np.floor(shares).astype(np.int64) + 1
     by_remainder = np.argsort(np.floor(shares) - shares, kind="stable")
     counts[by_remainder[: cycle - counts.sum()]] += 1

@@ -24,11 +24,11 @@ from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.process import Process
 from megatron5d.train.build import Run, build_run
 from megatron5d.train.data import (
-    Part,
-    held_out,
+    ValidationSet,
     refuse_valid_without_targets,
     train_loader,
     valid_loader,
+    validation_sets,
     without_targets,
 )
 from megatron5d.train.guard import MemorySnapshots, StepSamples, memory_snapshots
@@ -221,7 +221,7 @@ def _steps(
     validates = progress.step > 0 or bool(_evaluate(run, reporter, "initial_valid_loss"))
     remaining = last - progress.step
     loader = train_loader(
-        config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, steps_left=remaining
+        config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, num_steps=remaining
     )
     saved_at, step_context = progress.step, _step_context(run, reporter)
     schedule, stopped = batch_schedule(config), False
@@ -288,7 +288,7 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
 
     Comm: that of `_mean_loss`, for each set.
     """
-    losses = {label: _mean_loss(run, data) for label, data in held_out(run.config).items()}
+    losses = {label: _mean_loss(run, data) for label, data in validation_sets(run.config).items()}
     for label, loss in losses.items():
         reporter.add(name + label, loss)
     if losses:
@@ -298,7 +298,7 @@ def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
     return losses
 
 
-def _mean_loss(run: Run, data: Part) -> float:
+def _mean_loss(run: Run, data: ValidationSet) -> float:
     """Mean loss over the first eval_batches global batches of a validation set.
 
     Comm: the layers' and the pipeline's; all_reduce over the world of a few numbers.

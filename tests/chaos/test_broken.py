@@ -78,9 +78,9 @@ def test_a_damaged_checkpoint_a_full_disk_and_a_wrong_token_are_named(tmp_path, 
     assert names == ["latest", "step-00000001", "step-00000002"]
 
     # as if the samples before training did not show the token
-    monkeypatch.setattr("megatron5d.train.preflight.data.STRETCH_TOKENS", 0)
+    monkeypatch.setattr("megatron5d.train.preflight.data.SAMPLE_TOKENS", 0)
     message = message_of(data, "model.vocab_size=90")
-    assert re.search(r"data\.train: .*toy.*token id \d+", message)
+    assert re.search(r"data\.train: .*toy.*requires ids below model\.vocab_size", message)
     assert "model.vocab_size" in message
 
 

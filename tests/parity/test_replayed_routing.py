@@ -164,8 +164,8 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
     )
     (tmp_path / "torn.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:-1])
     cases = {
-        "moe.replay=none.npy": "there is no file none.npy",
-        "moe.replay=short.npy": "short.npy has 9 samples, and train.steps = 3 takes 12\n    fix: train.steps=2 or less",
+        "moe.replay=none.npy": "there is no none.npy",
+        "moe.replay=short.npy": "train.steps = 3 requires 12 samples (short.npy has 9)\n    fix: train.steps=2 or less",
         "moe.replay=narrow.npy": "expected integers [samples",
         "moe.replay=torn.npy": "torn.npy is not a routing file",
         "moe.replay=turned.npy": "turned.npy names experts 0 to 64 of",
@@ -193,7 +193,7 @@ def test_an_expert_that_no_look_at_the_file_has_shown_ends_the_run_in_one_messag
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        "megatron5d.train.preflight.data._looked_at", lambda size, stretches: [(0, 1)]
+        "megatron5d.train.preflight.data._sampled_ranges", lambda size, count: [(0, 1)]
     )
     write_corpus(tmp_path / "corpus", vocab_size=97)
     run_of(tmp_path, "moe.record=whole.npy", world=1)
@@ -217,9 +217,9 @@ def test_what_a_run_takes_that_is_resumed_with_other_batches_is_known_before_it(
         (["moe.record=whole.npy"], "moe.record=whole.npy exists, but does not hold"),
         (
             ["moe.record=new.npy"],
-            "moe.record: the file has the 6 samples of train.steps, and the resumed run comes to 10",
+            "moe.record: the resumed run requires 10 samples (the file has the 6 of train.steps)",
         ),
-        (["moe.replay=whole.npy"], "whole.npy has 12 samples, and train.steps = 3 takes 16"),
+        (["moe.replay=whole.npy"], "train.steps = 3 requires 16 samples (whole.npy has 12)"),
     ):
         more = [
             *arguments,

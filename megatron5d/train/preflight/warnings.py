@@ -19,13 +19,13 @@ from megatron5d.config.derived import (
 )
 from megatron5d.config.schema import Config
 from megatron5d.data.indexed_dataset import IndexedDataset
-from megatron5d.data.samples import mixing_weights, normalised
+from megatron5d.data.samples import mixing_weights, normalized
 from megatron5d.train.data import (
     end_of_document,
     eod_and_size,
-    held_out,
     read_sources,
     tokens_of_part,
+    validation_sets,
 )
 
 SAMPLED_DOCUMENTS = 64  # of each file
@@ -126,7 +126,7 @@ def repeated_validation(config: Config) -> list[str]:
     if config.data.order == "megatron":  # its epochs are joined
         return []
     notes = []
-    for key, entries, split in held_out(config).values():
+    for key, entries, split in validation_sets(config).values():
         for prefix, share, tokens in _shares(config, entries, split, "valid"):
             samples = (tokens - 1) // sample_len(config)
             num_read = math.ceil(share * train.eval_batches * train.gbs)
@@ -148,7 +148,7 @@ def _shares(
         tokens_of_part(IndexedDataset(source.prefix, checked=False), split, part)
         for source in sources
     ]
-    shares = normalised(mixing_weights(sources, tokens, config.data.weights))
+    shares = normalized(mixing_weights(sources, tokens, config.data.weights))
     return [(source.prefix, share, size) for source, share, size in zip(sources, shares, tokens)]
 
 

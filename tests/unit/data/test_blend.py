@@ -9,7 +9,7 @@ import pytest
 from megatron5d.config.derived import Source, source_of
 from megatron5d.data import megatron_order
 from megatron5d.data.megatron_order import megatron_blend, megatron_sizes
-from megatron5d.data.samples import mixing_cycle, normalised, split_range
+from megatron5d.data.samples import mixing_cycle, normalized, split_range
 
 
 def test_sources_are_weight_and_prefix():
@@ -94,14 +94,14 @@ def greedy(weights, size):
 
 
 def test_weights_whose_sum_is_beyond_floats_are_shares_all_the_same():
-    assert normalised([1e308, 1e308, 5e307]) == pytest.approx([0.4, 0.4, 0.2])
+    assert normalized([1e308, 1e308, 5e307]) == pytest.approx([0.4, 0.4, 0.2])
 
 
 @pytest.mark.parametrize(
     "weights", [[1], [1, 1], [3, 7], [1, 1, 1], [0.1, 0.2, 0.3, 0.4], [5, 0.001, 2], [1] * 7]
 )
 def test_megatron_blend_is_the_greedy_rule(weights):
-    weights = normalised(weights)
+    weights = normalized(weights)
     ids, numbers = megatron_blend(weights, 3000)
     assert (ids.dtype, numbers.dtype) == (np.int16, np.int64)
     assert list(zip(ids.tolist(), numbers.tolist())) == greedy(weights, 3000)
@@ -111,7 +111,7 @@ def test_megatron_blend_is_the_greedy_rule(weights):
 def test_stretches_computed_side_by_side_are_the_greedy_rule(kind, monkeypatch):
     """Weights of all sizes; guesses that are wrong, and parts of a few lanes, too."""
     random = np.random.default_rng(kind)
-    weights = normalised(
+    weights = normalized(
         random.dirichlet(np.full([2, 3, 4, 9, 20, 4][kind], [1, 1, 0.05, 0.2, 0.1, 1][kind])) + 1e-6
     )
     expected = greedy(weights, 5000)

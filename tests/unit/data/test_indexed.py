@@ -168,7 +168,7 @@ def test_a_file_cut_short_under_a_loader_is_an_error_with_its_key(tmp_path, orde
     write(tmp_path / "x", [[k] * 9 for k in range(9000)])
     samples = open_samples([str(tmp_path / "x")], seq_len=20, order=order, num_samples=800)
     loader = Loader(
-        samples, batches=[(0, 400)], mbs=400, document_mask=True, knob="data.valid", prefetch=0
+        samples, batches=[(0, 400)], mbs=400, document_mask=True, key="data.valid", prefetch=0
     )
     next(loader)
     os.truncate(f"{tmp_path / 'x'}{ending}", 50)

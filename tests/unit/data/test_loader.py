@@ -99,7 +99,7 @@ def test_documents_from_eods_and_from_the_index_agree(samples):
 def test_tokens_beyond_the_vocabulary_are_refused_where_they_are_asked_for(samples, prefetch):
     loader = Loader(samples, batches=[(0, 12)], mbs=12, vocab_size=100, prefetch=prefetch)
     with pytest.raises(
-        ValueError, match=r"a: sample \d+ has token id \d+, model\.vocab_size is 100"
+        ValueError, match=r"a: sample \d+ requires ids below model\.vocab_size = 100 \(got \d+\)"
     ):
         next(loader)
     assert loader.consumed_samples == 0
@@ -123,7 +123,9 @@ def test_negative_ids_other_than_padding_are_refused(tmp_path):
             prefetch=0,
         )
         if refused:
-            with pytest.raises(ValueError, match=r"a: sample 0 has token id -1, .* ids begin at 0"):
+            with pytest.raises(
+                ValueError, match=r"a: sample 0 requires ids .*\(got -1\); ids begin at 0"
+            ):
                 next(loader)
         else:
             assert next(loader)[0].loss_mask.sum() == 97

@@ -145,7 +145,9 @@ def test_document_starts_are_those_of_the_index(prefix):
 
 
 def test_wrong_settings_name_the_knob_and_a_legal_value(prefix, tmp_path):
-    with pytest.raises(ValueError, match=r"100 tokens.*train\.seq_len \+ 1 = 101.*at most 99"):
+    with pytest.raises(
+        ValueError, match=r"train\.seq_len \+ 1 = 101 tokens .*have 100.*at most 99"
+    ):
         open_samples([prefix], seq_len=100)
     with pytest.raises(ValueError, match="nowhere.idx: no such file"):
         open_samples([str(tmp_path / "nowhere")], seq_len=3)

@@ -26,7 +26,7 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.process import Process
 from megatron5d.train import data as data_module
 from megatron5d.train.build import sizes_of
-from megatron5d.train.data import held_out, train_loader, valid_loader
+from megatron5d.train.data import train_loader, valid_loader, validation_sets
 from megatron5d.train.preflight.data import data_faults
 from megatron5d.train.preflight.warnings import (
     epochs,
@@ -69,7 +69,7 @@ def test_an_evaluation_reads_its_own_part_from_the_beginning(corpus, data, first
         dataset.tokens(dataset.document_start(first), 2 * SEQ + 1).astype("int64")
     )
     for _ in range(2):
-        loader = valid_loader(config, mesh, held_out(config)[""])
+        loader = valid_loader(config, mesh, validation_sets(config)[""])
         (batch,) = next(loader)
         assert torch.equal(batch.tokens, stream[:-1].view(2, SEQ)) and torch.equal(
             batch.labels, stream[1:].view(2, SEQ)
@@ -78,7 +78,7 @@ def test_an_evaluation_reads_its_own_part_from_the_beginning(corpus, data, first
 
 def test_without_valid_data_there_is_no_evaluation(corpus):
     config = Config(data=DataConfig(train=[corpus], split="1,0"))
-    assert held_out(config) == {}
+    assert validation_sets(config) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_part_without_documents_is_found_before_the_start(corpus, order):
 
 def test_each_set_has_its_name_and_entries_of_one_name_are_mixed():
     sets = ["web a b/web", "code 0.7 c", "code 0.3 py"]
-    found = held_out(Config(data=DataConfig(train=["t"], split="9,1", valid_sets=sets)))
+    found = validation_sets(Config(data=DataConfig(train=["t"], split="9,1", valid_sets=sets)))
     assert found == {
         "": ("data.train", ["t"], "9,1"),
         "/web": ("data.valid_sets", ["a b/web"], None),
         "/code": ("data.valid_sets", ["0.7 c", "0.3 py"], None),
     }
-    assert list(held_out(Config(data=DataConfig(train=["t"], valid_sets=sets)))) == [
+    assert list(validation_sets(Config(data=DataConfig(train=["t"], valid_sets=sets)))) == [
         "/web",
         "/code",
     ]
@@ -199,7 +199,7 @@ def test_held_out_data_without_a_target_is_refused_before_the_first_step(
     )
     with pytest.raises(
         ValueError,
-        match=rf"data.{knob}: the 1 samples .* of {tmp_path}/padding have no target token",
+        match=rf"data.{knob}: the 1 samples of an evaluation from {tmp_path}/padding have no target token",
     ):
         plan_and_train(config, Process(0, 1, 0, torch.device("cpu")))
     assert "step 0" not in capsys.readouterr().err
@@ -254,7 +254,7 @@ def test_ids_that_the_model_lacks_are_refused_before_the_start(tmp_path):
     )
     (fault,) = data_faults(config, 1)
     assert (
-        "data.valid: " in fault.reason and "token id 50, and model.vocab_size is 50" in fault.reason
+        "data.valid: " in fault.reason and "requires model.vocab_size > 50 (got 50)" in fault.reason
     )
     assert fault.fix.startswith("model.vocab_size=51 ")
 
@@ -289,7 +289,7 @@ def test_more_files_than_a_process_may_open_are_refused(corpus, monkeypatch):
     assert (
         "120 pairs" in fault.reason
         and "240 open files" in fault.reason
-        and "have 236 of them" in fault.reason
+        and "allows a process 236" in fault.reason
     )
     assert [fault.id for fault in data_faults(Config(data=DataConfig([corpus] * 110)), 8)] == [
         "data-open-files"
@@ -366,7 +366,7 @@ def test_a_run_reads_its_tokenizer_once(corpus, tmp_path, monkeypatch):
         model=ModelConfig(vocab_size=43), train=TrainConfig(gbs=1, seq_len=SEQ), data=data
     )
     mesh = build_mesh(sizes_of(config, 1))
-    for part in [*held_out(config).values()] * 2:
+    for part in [*validation_sets(config).values()] * 2:
         next(valid_loader(config, mesh, part))
     assert opened == [data.tokenizer] and data_module.end_of_document(config) == 1
 
@@ -435,13 +435,13 @@ def test_an_order_that_would_end_before_the_run_is_told_when_it_resumes(corpus, 
         data=DataConfig([f"1 {corpus}", f"2 {corpus}"], order="megatron", cache_dir=str(tmp_path)),
     )
     mesh = build_mesh(sizes_of(config, 1))
-    for consumed, steps_left in ((0, 10), (12, 4), (24, 0)):
-        train_loader(config, mesh, consumed, steps_left=steps_left)
+    for consumed, num_steps in ((0, 10), (12, 4), (24, 0)):
+        train_loader(config, mesh, consumed, num_steps=num_steps)
     with pytest.raises(
         ValueError,
-        match="2[01] samples .*; 24 have been taken, and 4 steps more would take 8: resume",
+        match="2[01] samples .*; 24 are consumed, and 4 more steps require 8: resume",
     ):
-        train_loader(config, mesh, 24, steps_left=4)
+        train_loader(config, mesh, 24, num_steps=4)
 
 
 def test_plans_of_attention_lie_on_this_ranks_own_gpu(corpus, monkeypatch):
@@ -457,5 +457,5 @@ def test_plans_of_attention_lie_on_this_ranks_own_gpu(corpus, monkeypatch):
         train=TrainConfig(seq_len=SEQ),
         data=DataConfig(valid=[corpus]),
     )
-    valid_loader(config, build_mesh(sizes_of(config, 1)), held_out(config)[""])
+    valid_loader(config, build_mesh(sizes_of(config, 1)), validation_sets(config)[""])
     assert [torch.device(device) for device in asked] == [torch.device("cuda", 3)]
