@@ -1,15 +1,15 @@
-"""A lock file that lets one run at a time write to a directory or a log; it names that run and
+"""A lock file: only one run at a time writes to a directory or a log; the file names that run and
 shows that it is alive.
 
-File locks of the operating system are not used: over NFS and Lustre they are often switched off, or
+File locks of the operating system are not used: over NFS and Lustre they are often disabled, or
 hold on one node only. Every file system can create a file only if it does not exist (O_EXCL),
-rename one, and report when it was modified.
+rename a file, and tell when it was modified.
 
-A run that is killed leaves its lock file behind. Its successor should neither wait long nor need a
-manual clean-up, so the file names its owner's process. Whether that process is alive is known at
-once on the same machine, and for a requeued SLURM job, whose earlier processes have ended.
-Otherwise the new run watches the file for STALE_S: a living owner touches it every HEARTBEAT_S,
-whatever the clocks of the nodes say.
+A run that is killed leaves its lock file behind. Whoever restarts it should neither wait long nor
+clean up, so the file names its owner's process. Whether that process is alive is known at once on
+the same machine, and for a SLURM job that was requeued, because SLURM ends a job before it starts
+it again. Otherwise the new run watches the file for STALE_S: a living owner touches it every
+HEARTBEAT_S, whatever the clocks of the nodes say.
 
 A run that was suspended for longer than STALE_S counts as dead and loses its lock. It notices
 before it writes again (`check`).
@@ -31,22 +31,23 @@ from megatron5d.config.json_file import read_json
 from megatron5d.topology.launcher import slurm_job
 
 HEARTBEAT_S = 10.0  # between two touches of the file by its owner
-# an owner on another machine that has not touched the watched file for this long counts as dead
+# an owner on another machine that does not touch the watched file for this long counts as dead
 STALE_S = 60.0
-# last touched this long ago by the file system's clock, the owner counts as dead without a watch
+# an owner that last touched the file this long ago, by the file system's clock, counts as dead
+# without a watch
 LONG_STALE_S = 600.0
-POLL_S = 0.5  # between two looks at a watched file
+POLL_S = 0.5  # between two reads of a watched file's time
 # after replacing a dead run's file: of several runs that do so at once, the last one has the lock
 SETTLE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, as its file names it."""
+    """The process that holds a lock, as its file says."""
 
     host: str = ""  # name of the machine, for messages
     pid: int = 0
-    # kernel and process namespace that the pid belongs to; "" where they are not known
+    # kernel and process namespace that the pid belongs to; "" where they are unknown
     system: str = ""
     started: str = ""  # when the process started, in ticks of that kernel, because pids are reused
     job: str = ""  # id of the SLURM job; "" outside SLURM
@@ -55,29 +56,29 @@ class Owner:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)  # unique to this lock
 
     def __str__(self) -> str:
-        job = f", SLURM job {self.job}" if self.job else ""
         if not self.pid:
             return "an unknown process"
+        job = f", SLURM job {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
 
 def this_process() -> Owner:
     """This process as an owner."""
     system, pid = _system(), os.getpid()
-    _, started = _state_and_start(pid) or ("", "")
+    started = (_state_and_start(pid) or ("", ""))[1]
     since = datetime.now().astimezone().isoformat(" ", "seconds")
     return Owner(socket.gethostname(), pid, system, started, *slurm_job(), since)
 
 
-def is_alive(owner: Owner, observer: Owner) -> bool | None:
+def is_alive(owner: Owner, process: Owner) -> bool | None:
     """Whether an owner's process still runs; None where this process cannot know.
 
     Args:
-        observer: `this_process()`.
+        process: `this_process()`.
     """
-    if owner.job and owner.job == observer.job and owner.restarts < observer.restarts:
-        return False  # SLURM ends a job before it starts it again
-    if not owner.system or owner.system != observer.system:
+    if owner.job and owner.job == process.job and owner.restarts < process.restarts:
+        return False  # SLURM ended the job before it started it again
+    if not owner.system or owner.system != process.system:
         return None
     try:
         os.kill(owner.pid, 0)
@@ -90,7 +91,8 @@ def is_alive(owner: Owner, observer: Owner) -> bool | None:
 
 
 def _system() -> str:
-    """This machine's boot and this process's pid namespace, within which a pid is unique."""
+    """This machine's boot and this process's pid namespace, within which a pid means the same
+    process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -99,7 +101,8 @@ def _system() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str] | None:
-    """State letter and start time of a process; None where it has ended or there is no /proc."""
+    """State letter and start time of a process, from /proc; None where it is gone or there is no
+    /proc."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -112,7 +115,7 @@ class LockFile:
     file meanwhile.
 
     Args:
-        file: the lock file; its folder is made if necessary.
+        file: the lock file; its folder is created where it does not exist.
         target: what is locked, for messages: a config key and its value.
 
     Raises:
@@ -129,10 +132,11 @@ class LockFile:
         self._thread.start()
 
     def check(self) -> None:
-        """Verifies that this run still holds the lock; makes the file again if it was removed.
+        """Makes sure that this run still holds the lock; takes it again if the file was removed.
 
         Raises:
-            OSError: another run has taken the lock, because this one did not touch the file.
+            OSError: another run has taken the lock, because this one did not touch the file for
+                too long.
         """
         owner = _read(self.file)
         if owner is None:
@@ -146,7 +150,7 @@ class LockFile:
     def release(self) -> None:
         """Ends the heartbeat and removes the file, unless another run has taken it."""
         self._released.set()
-        # with a limit, because the thread may hang in a file system that does not answer
+        # not longer: the thread may hang in a file system that does not answer
         self._thread.join(HEARTBEAT_S)
         if self._is_ours():
             with suppress(OSError):
@@ -157,34 +161,34 @@ class LockFile:
             pass
 
     def _try_to_acquire(self) -> bool:
-        """Makes the file, or replaces that of a dead run.
+        """Creates the file, or replaces that of a dead run.
 
         Returns:
-            False where another process was quicker; the next attempt then examines that process.
+            False where another process was faster; the next attempt then examines that process.
         """
         owner = _read(self.file)
         if owner is not None:
             self._refuse_living(owner)
-        draft = self.file.with_name(f"{self.file.name}.{self.owner.token}")
+        written = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
+            written.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
             overtaken = not self._create() if owner is None else _read(self.file) != owner
             if overtaken:
                 return False
-            draft.replace(self.file)
+            written.replace(self.file)
         except OSError as error:
             raise OSError(f"{self.target} cannot be locked: {error}") from error
         finally:
             with suppress(OSError):
-                draft.unlink()
+                written.unlink()
         if owner is None:
             return True
         time.sleep(SETTLE_S)
         return self._is_ours()
 
     def _create(self) -> bool:
-        """Creates the file; False where it exists already."""
+        """Creates the file; False where it exists by now."""
         try:
             os.close(os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
@@ -192,13 +196,14 @@ class LockFile:
         return True
 
     def _refuse_living(self, owner: Owner) -> None:
-        """Raises OSError if the owner is alive."""
+        """Raises OSError where the owner is alive."""
         alive = is_alive(owner, self.owner)
         if self._is_touched_within_watch(owner) if alive is None else alive:
             raise OSError(
-                f"{self.target} belongs to a run that is still going: {owner}. Two runs would "
-                "overwrite each other's files: stop that one, or give this one another place "
-                f"({self.file.name} need not be removed by hand: a dead run is recognized)"
+                f"{self.target} belongs to a run that is still going: {owner}. Two runs in one "
+                "folder would overwrite each other's files: stop that one, or give this one a "
+                f"folder of its own ({self.file.name} need not be removed by hand: a dead run is "
+                "recognized)"
             )
 
     def _is_touched_within_watch(self, owner: Owner) -> bool:
@@ -220,7 +225,7 @@ class LockFile:
         return False
 
     def _now(self) -> float:
-        """Seconds by the clock of the file system, which may differ from this machine's."""
+        """Time in seconds by the clock of the file system, which may differ from this machine's."""
         probe = self.file.with_name(f"{self.file.name}.{self.owner.token}")
         probe.touch()
         try:
@@ -242,10 +247,10 @@ class LockFile:
 
 
 def _read(file: Path) -> Owner | None:
-    """Owner that a lock file names: None without a file, an unknown one if it is damaged."""
+    """The owner that a lock file names: None without a file, an unknown one where it is damaged."""
     try:
-        values = read_json(file)
-        return Owner(**{field.name: values[field.name] for field in fields(Owner)})
+        record = read_json(file)
+        return Owner(**{entry.name: record[entry.name] for entry in fields(Owner)})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
@@ -253,9 +258,9 @@ def _read(file: Path) -> Owner | None:
 
 
 def _last_touched(file: Path) -> float | None:
-    """When a file was last modified, in seconds; None where it does not exist.
+    """When a file was last modified, in seconds; None where it is gone.
 
-    The file is opened because network file systems then ask the server instead of their cache.
+    The file is opened because network file systems then query the server instead of their cache.
     """
     try:
         with file.open() as opened:

@@ -1,8 +1,9 @@
 """The state of a run at one moment, how it is saved and how it is loaded."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from os.path import isdir
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import megatron5d
 from megatron5d.checkpoint.folder import FORMAT, RUN_FILE, config_from_record, read_run
-from megatron5d.checkpoint.layout import ShardedTensor, by_key, sharded_slice
+from megatron5d.checkpoint.layout import ParameterShards, ShardedTensor, by_key, sharded_slice
 from megatron5d.checkpoint.load import (
     SavedWeights,
     agree_on_folder,
@@ -32,7 +33,13 @@ from megatron5d.topology.launcher import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 from megatron5d.train.preflight.resume import COMPARED_KEYS, changed_keys, mismatch_faults
 
-Held = Sequence[tuple[ShardSpec, ShardedTensor]]
+# groups of the configuration whose changes a resumed run logs
+_LOGGED_GROUPS = (
+    *("model", "moe", "precision", "optim", "data", "train", "parallel", "pipeline", "recompute"),
+    "kernels",
+)
+# keys that determine which weights and moments there are
+_ARCHITECTURE = ("model.", "moe.balance ", "optim.freeze ", "optim.muon_exclude ")
 
 
 @dataclass
@@ -40,7 +47,7 @@ class Progress:
     """How far the run is. The random state is the seed and these counts: nothing else is drawn."""
 
     step: int = 0  # steps done
-    skipped: int = 0  # of these, steps whose update was left out
+    skipped: int = 0  # of these, steps without an update
     skipped_in_a_row: int = 0  # of these, the last ones, as optim.max_skipped counts them
     consumed_samples: int = 0  # sequences of all steps so far
     tokens: int = 0  # target tokens of all steps so far
@@ -48,7 +55,7 @@ class Progress:
 
 
 def _share(bucket: Bucket, flat: Tensor) -> tuple[int, int]:
-    """Returns the range of a slice that this rank writes and reads, of the ranks that hold the same
+    """Range of a slice that this rank writes and reads, among the ranks that hold the same
     slice."""
     size = -(-flat.numel() // bucket.replicate.size)
     start = min(bucket.replicate.rank * size, flat.numel())
@@ -63,22 +70,23 @@ def _sharded(
         yield segment.spec, sharded_slice(segment, flat, writing=writing, share=share)
 
 
-def _optimizer(
+def _optimizer_shards(
     optimizer: Optimizer, writing: bool, shared: bool
 ) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
-    """Returns, by kind, master weights and whichever moments the optimiser keeps of a parameter."""
-    found: dict[str, list[tuple[ShardSpec, ShardedTensor]]] = {}
+    """Master weights and the moments that the optimizer keeps of each parameter, by kind."""
+    shards: dict[str, list[tuple[ShardSpec, ShardedTensor]]] = {}
     for kind, flat, state in optimizer.tensors():
-        found.setdefault(kind, []).extend(
+        shards.setdefault(kind, []).extend(
             _sharded(state.bucket, state.segments, flat, writing, shared)
         )
-    return found
+    return shards
 
 
 def _gather_shares(sync: GradSync, optimizer: Optimizer) -> None:
-    """Completes the slices of which the ranks that hold the same ones have read a share each.
+    """Completes the slices of which each rank with the same slice has read a share.
 
-    Comm: of each slice of weights and of the optimiser an all_gather over `replicate`, of the whole
+    Comm:
+        For each slice of weights and of the optimizer an all_gather over `replicate`, of the whole
         slice.
     """
     slices = [(bucket, bucket.weight_slice) for bucket in sync.buckets]
@@ -86,15 +94,14 @@ def _gather_shares(sync: GradSync, optimizer: Optimizer) -> None:
     for bucket, flat in slices:
         if bucket.replicate.size > 1:
             start, stop = _share(bucket, flat)
-            sent = bucket.weight_slice.new_zeros(
-                -(-flat.numel() // bucket.replicate.size), dtype=flat.dtype
-            )
+            size = -(-flat.numel() // bucket.replicate.size)
+            sent = bucket.weight_slice.new_zeros(size, dtype=flat.dtype)
             sent[: stop - start] = flat[start:stop]
             flat.copy_(all_gather(sent, bucket.replicate)[: flat.numel()])
 
 
 def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSpec, ShardedTensor]]:
-    """Yields those of a model's weights that no optimiser moves (the routers' biases)."""
+    """Yields the weights that no optimizer updates: the routers' biases."""
     for tensor in weights:
         spec = spec_of(tensor)
         if not isinstance(tensor, nn.Parameter) and not (writing and not spec.pieces[0].owner):
@@ -104,14 +111,11 @@ def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSp
 def weight_shards(
     sync: GradSync, weights: Iterable[Tensor], *, writing: bool = False, shared: bool = False
 ) -> list[tuple[ShardSpec, ShardedTensor]]:
-    """Returns what this rank owns of the model, in global coordinates; arguments as in
-    `run_tensors`."""
-    held = [
-        part
-        for bucket in sync.buckets
-        for part in _sharded(bucket, bucket.segments(), bucket.weight_slice, writing, shared)
-    ]
-    return [*held, *_buffers(weights, writing)]
+    """What this rank owns of the model, in global coordinates; arguments as in `run_tensors`."""
+    shards: list[tuple[ShardSpec, ShardedTensor]] = []
+    for bucket in sync.buckets:
+        shards += _sharded(bucket, bucket.segments(), bucket.weight_slice, writing, shared)
+    return [*shards, *_buffers(weights, writing)]
 
 
 def run_tensors(
@@ -122,26 +126,26 @@ def run_tensors(
     writing: bool,
     shared: bool = False,
 ) -> dict[str, ShardedTensor]:
-    """Returns all tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master,
-    exp_avg, ... for kind.
+    """All tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ...
+    for kind.
 
     Args:
         weights: of the model; its parameters are those of the buckets.
-        writing: only what this rank is the one to write.
-        shared: of a slice that several ranks hold, only this one's share; implied by `writing`.
+        writing: only what no other rank writes.
+        shared: of a slice that several ranks hold, only this rank's share; implied by `writing`.
     """
     shared = shared or writing
     tensors = by_key("model", weight_shards(sync, weights, writing=writing, shared=shared))
-    for kind, held in _optimizer(optimizer, writing, shared).items():
-        tensors |= by_key(f"optim.{kind}", held)
+    for kind, shards in _optimizer_shards(optimizer, writing, shared).items():
+        tensors |= by_key(f"optim.{kind}", shards)
     return tensors
 
 
 def twin_key(key: str) -> str | None:
-    """Returns the key of a weight's master copy, or of a master copy's weight; None of all else."""
-    for one, other in (("model.", "optim.master."), ("optim.master.", "model.")):
-        if key.startswith(one):
-            return other + key.removeprefix(one)
+    """Key of a weight's master copy, or of a master copy's weight; None for other tensors."""
+    for prefix, twin in (("model.", "optim.master."), ("optim.master.", "model.")):
+        if key.startswith(prefix):
+            return twin + key.removeprefix(prefix)
     return None
 
 
@@ -151,7 +155,7 @@ def run_record(
     commit: str | None = None,
     valid_loss: float | None = None,
 ) -> dict[str, Any]:
-    """Returns what run.json holds."""
+    """Content of run.json."""
     return {
         "format": FORMAT,
         "version": megatron5d.__version__,
@@ -164,109 +168,98 @@ def run_record(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Reads run.json of a checkpoint to begin from; keys of its configuration may be gone or new
-    since it was saved. Raises Refused: a newer version wrote it, or it is damaged; names the file
-    and the keys."""
+    """Reads run.json of a checkpoint to start from; keys of its configuration may be gone or new
+    since it was saved.
+
+    Raises:
+        Refused: a newer version wrote it, or it is damaged; names the file and the keys.
+    """
     record, file = read_run(folder), folder / RUN_FILE
     if not isinstance(saved := record.get("format"), int):
-        raise Refused(f"{file} is refused: format = {saved!r} is no whole number")
+        raise Refused(f"{file} is invalid: format = {saved!r} is not an integer")
     progress = record.get("progress")
     if not isinstance(progress, dict):
-        raise Refused(f"{file} is refused: progress = {progress!r} is no object")
+        raise Refused(f"{file} is invalid: progress = {progress!r} is not an object")
     known = {field.name: field.default for field in fields(Progress)}
-    faults = [
+    errors = [
         f"progress.{key} is none of {', '.join(known)}" for key in progress if key not in known
     ]
     for key, value in (known | progress).items():
         if key == "wandb_id" and not (value is None or isinstance(value, str)):
-            faults.append(f"progress.{key} = {value!r} is neither a text nor null")
+            errors.append(f"progress.{key} = {value!r} is neither a text nor null")
         elif key in known and key != "wandb_id" and not (type(value) is int and 0 <= value < 2**63):
-            faults.append(
-                f"progress.{key} = {value!r} is no whole number of at least 0 and below 2^63"
-            )
-    if faults:
-        raise Refused(f"{file} is refused: {'; '.join(faults)}")
+            errors.append(f"progress.{key} = {value!r} is not an integer from 0 to 2^63 - 1")
+    if errors:
+        raise Refused(f"{file} is invalid: {'; '.join(errors)}")
     config_from_record(folder, record.get("config"), COMPARED_KEYS)
     return record
 
 
 def nonfinite_weight(tensors: Mapping[str, ShardedTensor]) -> str | None:
-    """Returns the first weight or master weight that is not finite, in words; None where all are.
-    No communication."""
+    """The first weight or master weight that is not finite, in words; None where all are finite. No
+    communication."""
     for key, tensor in tensors.items():
         if not key.startswith(("model.", "optim.master.")):
             continue
         for offset, view in tensor.shards.items():
             if not view.numel() or bool(view.isfinite().all()):
                 continue
-            place = (~view.isfinite()).nonzero()[0].tolist()
-            index = [first + at for first, at in zip(offset, place)]
+            position = (~view.isfinite()).nonzero()[0].tolist()
+            index = [first + i for first, i in zip(offset, position)]
             row = ", ".join(map(str, index[:-1] or index))
-            return f"{key} holds {view[tuple(place)].item()} in row {row}"
+            return f"{key} holds {view[tuple(position)].item()} in row {row}"
     return None
 
 
 def refuse_nonfinite(source: Path, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Refuses loaded weights that are not finite: every step with them would be.
+    """Refuses loaded weights that are not finite, with which no step would be.
 
-    Raises ValueError: on every rank; names the tensor and the row.
+    Raises:
+        ValueError: on every rank; names the tensor and the row.
 
-    Comm: as `first_failure`.
+    Comm:
+        That of `first_failure`.
     """
     if failed := first_failure(nonfinite_weight(tensors)):
         raise ValueError(
-            f"{source}: {failed.text}{failed.more}, and no step with it can be finite. The run that saved it had "
-            "diverged, or its import had such a weight: begin from an earlier checkpoint, or from another copy"
+            f"{source}: {failed.text}{failed.more}, and no step with it can be finite. The run "
+            "that saved it had diverged, or the weight was imported: start from an earlier "
+            "checkpoint, or from another copy"
         )
 
 
 def resume(
     folder: Path, sync: GradSync, optimizer: Optimizer, weights: Iterable[Tensor], config: Config
 ) -> tuple[Progress, list[str], Config]:
-    """Loads weights, optimiser state and progress from a whole checkpoint, saved on any layout.
+    """Loads weights, optimizer state and progress from a complete checkpoint, saved on any layout.
 
-    Returns how far the run is; the keys that have changed since, its layout's too, for the log; and
-    the configuration, whose lists of data without weights mean what they meant when the run began.
-    Raises Refused: the checkpoint does not fit the model or the optimiser, or a newer version wrote
-    it; on every rank.
+    Returns:
+        How far the run is; for the log, the keys that have changed since, including those of the
+        layout; and the configuration, in which lists of data without weights mean what they meant
+        when the run began.
 
-    Comm: a broadcast of run.json; those of `load_tensors` and `_gather_shares`; below ZeRO-3 an
+    Raises:
+        Refused: on every rank, if the checkpoint does not fit the model or the optimizer, or a
+            newer version wrote it.
+
+    Comm:
+        A broadcast of run.json; that of `load_tensors` and `_gather_shares`; below ZeRO-3 an
         all_gather of weights.
     """
     record = on_rank_0(lambda: read_record(folder))
-    # of a checkpoint that got its name only now
+    # the preflight checks have not seen a checkpoint that got its name only now
     if faults := mismatch_faults(folder, record["config"], config):
         raise Refused(str(faults[0]))
     before = config_from_record(folder, record["config"], COMPARED_KEYS)
-    # as it was before there was the key
-    began = record["config"].get("data", {}).get("weights", "equal")
-    kept = began != config.data.weights and len(config.data.train) > 1
-    config = replace(config, data=replace(config.data, weights=began))
-    told = (
-        "model",
-        "moe",
-        "precision",
-        "optim",
-        "data",
-        "train",
-        "parallel",
-        "pipeline",
-        "recompute",
-        "kernels",
-    )
-    changed = changed_keys(record["config"], config, told)
-    changed += [f"data.weights = {began}, as it began"] * kept
-    # which weights and moments there are
-    decides = ("model.", "moe.balance ", "optim.freeze ", "optim.muon_exclude ")
-    architecture = [line for line in changed if line.startswith(decides)]
-    if architecture:
-        alone = f", or take the weights alone: init.from_checkpoint={folder} with another checkpoint.dir"
-        moments = all(line.startswith("optim.") for line in architecture)
-        architecture.append(
-            f"resume with {_as_saved(architecture, before)}{alone if moments else ''}"
-        )
+    # data of runs that are older than the key had equal weights
+    data_weights = record["config"].get("data", {}).get("weights", "equal")
+    restored = data_weights != config.data.weights and len(config.data.train) > 1
+    config = replace(config, data=replace(config.data, weights=data_weights))
+    changed = changed_keys(record["config"], config, _LOGGED_GROUPS)
+    changed += [f"data.weights = {data_weights}, as it began"] * restored
+
     tensors = run_tensors(sync, optimizer, weights, writing=False, shared=True)
-    load_tensors(folder, tensors, architecture, twin=twin_key)
+    load_tensors(folder, tensors, _architecture_lines(folder, changed, before), twin=twin_key)
     refuse_nonfinite(folder, tensors)
     _gather_shares(sync, optimizer)
     progress = Progress(**record["progress"])
@@ -277,60 +270,67 @@ def resume(
     return progress, changed, config
 
 
-def _as_saved(architecture: Sequence[str], before: Config) -> str:
-    """Returns how to have the weights and moments that were saved, by the lines about keys that decide which there are:
-    lists of globs to paste, and the rest in words."""
+def _architecture_lines(folder: Path, changed: list[str], before: Config) -> list[str]:
+    """For the error about tensors that do not fit: changed keys that determine which weights and
+    moments there are, and how to have those that were saved."""
+    lines = [line for line in changed if line.startswith(_ARCHITECTURE)]
+    if not lines:
+        return []
     lists = [
         key
         for key in ("freeze", "muon_exclude")
-        if any(line.startswith(f"optim.{key} ") for line in architecture)
+        if any(line.startswith(f"optim.{key} ") for line in lines)
     ]
-    pasted = [f"'optim.{key}={json.dumps(getattr(before.optim, key))}'" for key in lists]
-    return " and ".join(
-        pasted + ["the architecture that was saved"] * (len(architecture) > len(lists))
-    )
+    fixes = [f"'optim.{key}={json.dumps(getattr(before.optim, key))}'" for key in lists]
+    if len(lines) > len(lists):
+        fixes.append("the architecture that was saved")
+    fix = f"resume with {' and '.join(fixes)}"
+    if all(line.startswith("optim.") for line in lines):
+        fix += (
+            f", or take only the weights: init.from_checkpoint={folder} with another checkpoint.dir"
+        )
+    return [*lines, fix]
 
 
 def checkpoint_faults(config: Config, world: int) -> list[Fault]:
-    """Folders that are named as checkpoints and exist, but certainly hold none."""
+    """Faults of folders that are named as checkpoints and exist, but certainly hold none."""
     resume = config.checkpoint.resume
-    named_folders = (
+    folders = (
         [("checkpoint.resume", resume, "auto, or none")] if resume not in ("auto", "none") else []
     )
     if config.init.from_checkpoint is not None and not _may_resume(config):
-        named_folders.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
-    found = []
-    for knob, folder, otherwise in named_folders:
-        # a check reports a folder that does not exist
-        if isdir(folder) and (fault := no_checkpoint_reason(folder, knob)):
-            fix = f"{knob}=DIR, a checkpoint that was saved to its end or a folder of them, or {otherwise}"
-            found.append(Fault("no-checkpoint", (knob,), fault, fix, True))
-    return found
+        folders.append(("init.from_checkpoint", config.init.from_checkpoint, "null"))
+    faults = []
+    for knob, folder, default in folders:
+        # another check reports a folder that does not exist
+        if isdir(folder) and (reason := no_checkpoint_reason(folder, knob)):
+            fix = f"{knob}=DIR, a complete checkpoint or a folder of checkpoints, or {default}"
+            faults.append(Fault("no-checkpoint", (knob,), reason, fix, True))
+    return faults
 
 
 def _may_resume(config: Config) -> bool:
-    """Returns whether the run may continue from a checkpoint of its own; then `init` is not
-    read."""
+    """Whether the run may continue from a checkpoint of its own, so that `init` is not read."""
     folder, resume = config.checkpoint.dir, config.checkpoint.resume
-    if resume == "auto":
-        return (
-            folder is not None
-            and isdir(folder)
-            and no_checkpoint_reason(folder, "checkpoint.dir") is None
-        )
-    return resume != "none"
+    if resume != "auto":
+        return resume != "none"
+    if folder is None or not isdir(folder):
+        return False
+    return no_checkpoint_reason(folder, "checkpoint.dir") is None
 
 
-def load_weights_of_run(folder: str, held: Held, optimizer: Optimizer, config: Config) -> list[str]:
+def load_weights_of_run(
+    folder: str, shards: ParameterShards, optimizer: Optimizer, config: Config
+) -> list[str]:
     """Fills weights and masters from a checkpoint of another run, without its moments, step and
     data order.
 
-    Masters are read where it has any. Biases of routers that only this run's balancing uses become
-    zero.
+    Masters are read where the checkpoint has any. Biases of routers that only this run's balancing
+    uses become zero.
 
     Args:
-        folder: one checkpoint, or a directory of them, whose newest whole one is meant.
-        held: what this rank owns of the model (`weight_shards`).
+        folder: one checkpoint, or a directory of them, whose newest complete one is used.
+        shards: what this rank owns of the model (`weight_shards`).
 
     Returns:
         For the log: in which form the weights were saved, and fields in which this model computes
@@ -338,80 +338,86 @@ def load_weights_of_run(folder: str, held: Held, optimizer: Optimizer, config: C
         and a mistake otherwise.
 
     Raises:
-        ValueError: no whole checkpoint there, or one that does not fit the model; on every rank.
+        ValueError: on every rank, if there is no complete checkpoint, or one that does not fit the
+            model.
 
-    Comm: that of `agreed` and `load_tensors`; a broadcast of run.json.
+    Comm:
+        That of `agree_on_folder` and `load_tensors`; a broadcast of run.json.
     """
-    found = agree_on_folder(lambda: resolve_checkpoint(folder, "init.from_checkpoint"))
-    assert found is not None
-    saved = on_rank_0(lambda: read_record(found))["config"]
+    source = agree_on_folder(lambda: resolve_checkpoint(folder, "init.from_checkpoint"))
+    assert source is not None
+    saved = on_rank_0(partial(read_record, source))["config"]
     changed = changed_keys(saved, config, ["model"])
     if _balances_by_bias(saved) != _balances_by_bias(to_dict(config)):
-        changed += [
-            line for line in changed_keys(saved, config, ["moe"]) if line.startswith("moe.balance ")
-        ]
-    if not (
-        saved.get("model", {}).get("router_bias")
-        or _balances_by_bias(saved)
-        or config.model.router_bias
-    ):
-        unused = [tensor for spec, tensor in held if spec.name.endswith(".router.bias")]
-        held = [(spec, tensor) for spec, tensor in held if not spec.name.endswith(".router.bias")]
-        for view in (view for tensor in unused for view in tensor.shards.values()):
-            view.zero_()
-    masters: Held = _optimizer(optimizer, writing=False, shared=False).get("master", [])
-    held, masters, new = on_every_rank(lambda: _with_new_parts(found, saved, config, held, masters))
-    tensors = by_key("model", held) | by_key("optim.master", masters)
-    read = load_tensors(found, tensors, changed, twin=twin_key)
-    refuse_nonfinite(found, tensors)
+        moe = changed_keys(saved, config, ["moe"])
+        changed += [line for line in moe if line.startswith("moe.balance ")]
+
+    had_biases = saved.get("model", {}).get("router_bias") or _balances_by_bias(saved)
+    if not (had_biases or config.model.router_bias):
+        shards = _without_router_biases(shards)
+    masters: ParameterShards = _optimizer_shards(optimizer, False, False).get("master", [])
+    shards, masters, new_notes = on_every_rank(
+        partial(_fill_new_weights, source, saved, config, shards, masters)
+    )
+    tensors = by_key("model", shards) | by_key("optim.master", masters)
+    sources = load_tensors(source, tensors, changed, twin=twin_key)
+    refuse_nonfinite(source, tensors)
     optimizer.take_unsaved_masters()
-    passive = tuple(
+
+    irrelevant = tuple(
         f"model.{key} "
         for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions")
     )
-    notes = [f"{line} in {found}" for line in changed if not line.startswith(passive)]
-    return [f"begins with the weights of {found}: {_forms(read)}", *new, *notes]
+    notes = [f"{line} in {source}" for line in changed if not line.startswith(irrelevant)]
+    return [f"begins with the weights of {source}: {_forms(sources)}", *new_notes, *notes]
 
 
-def _with_new_parts(
-    folder: Path, saved: Mapping[str, Any], config: Config, held: Held, masters: Held
-) -> tuple[Held, Held, list[str]]:
-    """Fills what a saved model lacks of this one; returns the weights and masters that it has, and
-    log lines."""
-    model = config.model
-    if all(
-        saved["model"].get(key) == getattr(model, key)
-        for key in ("vocab_size", "tie_embeddings", "num_mtp_layers")
-    ):
-        return held, masters, []
+def _without_router_biases(shards: ParameterShards) -> ParameterShards:
+    """Sets the routers' biases to zero and leaves them out."""
+    for spec, tensor in shards:
+        for view in tensor.shards.values() if spec.name.endswith(".router.bias") else ():
+            view.zero_()
+    return [(spec, tensor) for spec, tensor in shards if not spec.name.endswith(".router.bias")]
+
+
+def _fill_new_weights(
+    folder: Path,
+    saved: Mapping[str, Any],
+    config: Config,
+    shards: ParameterShards,
+    masters: ParameterShards,
+) -> tuple[ParameterShards, ParameterShards, list[str]]:
+    """Fills weights that a saved model lacks; returns the weights and masters that it has, and log
+    lines."""
+    model, growing = config.model, ("vocab_size", "tie_embeddings", "num_mtp_layers")
+    if all(saved["model"].get(key) == getattr(model, key) for key in growing):
+        return shards, masters, []
     from megatron5d.checkpoint.new_weights import EMBEDDING, fill_new_weights, new_weight_notes
 
     weights = SavedWeights(folder, torch.float32, twin_key)
     shapes = {name: tuple(entry.size) for name, entry in weights.tensors.items()}
-    held, masters = (
-        fill_new_weights(each, model, shapes, weights.read, config.train.seed) if each else each
-        for each in (held, masters)
+    shards, masters = (
+        fill_new_weights(group, model, shapes, weights.read, config.train.seed)
+        for group in (shards, masters)
     )
-    return (
-        held,
-        masters,
-        new_weight_notes(model, shapes, shapes.get(EMBEDDING, (model.vocab_size,))[0]),
-    )
+    rows = shapes.get(EMBEDDING, (model.vocab_size,))[0]
+    return shards, masters, new_weight_notes(model, shapes, rows)
 
 
 def _balances_by_bias(config: Mapping[str, Any]) -> bool:
-    """Returns whether balancing moves biases of the routers; of a configuration as run.json has
-    it."""
+    """Whether balancing changes biases of the routers, in a configuration as run.json has it."""
     return "bias" in config.get("moe", {}).get("balance", ())
 
 
-def _forms(read: Mapping[str, tuple[str, torch.dtype]]) -> str:
-    """Returns how weights were saved, from what `load_tensors` returns: masters, or weights without
+def _forms(sources: Mapping[str, tuple[str, torch.dtype]]) -> str:
+    """How weights were saved, from the result of `load_tensors`: masters, or weights without
     any."""
-    exact = {key: source for key, source in read.items() if key.startswith("optim.master.")} or read
-    kinds = {(source.startswith("optim.master."), dtype) for source, dtype in exact.values()}
-    told = [
+    masters = {key: source for key, source in sources.items() if key.startswith("optim.master.")}
+    kinds = {
+        (key.startswith("optim.master."), dtype) for key, dtype in (masters or sources).values()
+    }
+    forms = [
         f"{'masters' if master else 'weights'} in {str(dtype).removeprefix('torch.')}"
         for master, dtype in sorted(kinds, key=lambda kind: (not kind[0], str(kind[1])))
     ]
-    return f"its {' and '.join(told)}"
+    return f"its {' and '.join(forms)}"

@@ -14,39 +14,39 @@ from megatron5d.config.json_file import read_json
 from megatron5d.config.schema import Config
 from megatron5d.model.flops import parameter_count
 
-# on resume
+# groups and keys of a saved configuration that are compared on resume
 COMPARED_KEYS = {
     group: keys for group, keys in to_dict(Config()).items() if group in ("model", "moe", "optim")
 }
-# of a model with weights
-_PASSIVE = ("model.name", "model.from_hf", "model.init_std", "model.init_scale_output")
-# as checkpoint/new_weights.py fills
-_GROWN = {"model.vocab_size", "model.tie_embeddings", "model.num_mtp_layers"}
-_MOST_KEYS = 4  # written out in a fix
+# keys of the model that do not change an existing model
+_NO_EFFECT = ("model.name", "model.from_hf", "model.init_std", "model.init_scale_output")
+# keys whose new weights checkpoint/new_weights.py fills
+_GROWING = {"model.vocab_size", "model.tie_embeddings", "model.num_mtp_layers"}
+_MAX_KEYS = 4  # written out in a fix
 
 
 def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]) -> list[str]:
-    """Returns each key of some groups that has another value than in a saved configuration, with
-    both, as text.
+    """Keys of some groups whose values differ from a saved configuration, with both values, as
+    text.
 
     Args:
         saved: `config` of a checkpoint's run.json; keys that are gone or new since do not count.
         groups: fields of Config, such as model.
     """
-    here = to_dict(config)
+    current = to_dict(config)
     return [
-        f"{group}.{key} = {here[group][key]}, saved with {value}"
+        f"{group}.{key} = {current[group][key]}, saved with {value}"
         for group in groups
         for key, value in saved.get(group, {}).items()
-        if key in here[group] and here[group][key] != value
+        if key in current[group] and current[group][key] != value
     ]
 
 
 def architecture_faults(config: Config, world: int) -> list[Fault]:
-    """Returns what keeps the newest checkpoint from being resumed: another model or optimizer than
-    it was saved with.
+    """What keeps the newest checkpoint from being resumed: another model or optimizer than it was
+    saved with.
 
-    A checkpoint whose run.json cannot be read is left to those who load it.
+    A checkpoint whose run.json cannot be read is reported when it is loaded.
     """
     folder = resumed_folder(config)
     if folder is None:
@@ -58,50 +58,46 @@ def architecture_faults(config: Config, world: int) -> list[Fault]:
 
 
 def mismatch_faults(folder: Path, saved: Any, config: Config) -> list[Fault]:
-    """Returns the fault of a model with another number of weights, or of another optimizer, than
-    those of a checkpoint.
+    """The fault of a model with another number of weights, or of another optimizer, than those of a
+    checkpoint.
 
     Args:
         saved: `config` of its run.json.
 
-    Raises Refused: it is no configuration.
+    Raises:
+        Refused: it is no configuration.
     """
     before = config_from_record(folder, saved, COMPARED_KEYS)
     knobs = ["optim.name"] if before.optim.name != config.optim.name else []
-    held, here = _num_weights(before), _num_weights(config)
-    if held != here:
+    num_saved, num_weights = _num_weights(before), _num_weights(config)
+    if num_saved != num_weights:
         lines = changed_keys(saved, config, ["model", "moe"])
-        named = [line.partition(" = ")[0] for line in lines]
+        keys = [line.partition(" = ")[0] for line in lines]
         knobs += [
             key
-            for key in named
-            if key == "moe.balance" or key.startswith("model.") and key not in _PASSIVE
+            for key in keys
+            if key == "moe.balance" or key.startswith("model.") and key not in _NO_EFFECT
         ]
     if not knobs:
         return []
-    told = [f"{key} = {value_of(config, key)}, saved with {value_of(before, key)}" for key in knobs]
-    reason = f"{folder} was saved by another {'model' if held != here else 'optimizer'}: {'; '.join(told)}"
-    new = (
-        "another checkpoint.dir" if config.checkpoint.resume == "auto" else "checkpoint.resume=none"
-    )
-    new += " for a new run"
-    if held == here or (held < here and _GROWN.issuperset(knobs)):
-        new += f", which takes the weights along with init.from_checkpoint={folder}"
-    return [
-        Fault(
-            "resume-architecture",
-            tuple(knobs),
-            reason,
-            f"{_overrides(folder, before, knobs)}, or {new}",
-        )
+    kind = "model" if num_saved != num_weights else "optimizer"
+    values = [
+        f"{key} = {value_of(config, key)}, saved with {value_of(before, key)}" for key in knobs
     ]
+    reason = f"{folder} was saved by another {kind}: {'; '.join(values)}"
+    auto = config.checkpoint.resume == "auto"
+    new_run = ("another checkpoint.dir" if auto else "checkpoint.resume=none") + " for a new run"
+    if num_saved == num_weights or (num_saved < num_weights and _GROWING.issuperset(knobs)):
+        new_run += f", which takes the weights along with init.from_checkpoint={folder}"
+    fix = f"{_overrides(folder, before, knobs)}, or {new_run}"
+    return [Fault("resume-architecture", tuple(knobs), reason, fix)]
 
 
 def _overrides(folder: Path, before: Config, knobs: list[str]) -> str:
-    """Returns overrides that give keys the values of a checkpoint; where they are long, where to
-    find them."""
+    """Overrides that give keys the values of a checkpoint, or the file that holds them if they are
+    long."""
     values = {key: value_of(before, key) for key in knobs}
-    if len(knobs) > _MOST_KEYS or any(isinstance(value, (list, dict)) for value in values.values()):
+    if len(knobs) > _MAX_KEYS or any(isinstance(value, (list, dict)) for value in values.values()):
         return f"the values of {folder / RUN_FILE}"
     return override_text(values)
 
