@@ -1,6 +1,8 @@
 """Graphs on the CPU: a capture records torch's operations with the memory that they read and write,
-a replay repeats them there. As on a GPU, nothing else of what Python did is repeated, and a capture
-does nothing to what lies outside.
+and a replay repeats them there.
+
+As on a GPU, a replay repeats nothing else of what Python did, and a capture changes nothing outside
+of it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ HOST_READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "_unique2", "repea
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def addresses(tree: Any) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors_in(tree)]
 
 
 def storages(tree: Any) -> set[int]:
@@ -28,37 +34,32 @@ def storages(tree: Any) -> set[int]:
 class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple] = []
-        self.addresses: list[list[int]] = []  # of what each of them reads and writes
+        self.operations: list[tuple] = []  # operation, arguments, output, captured addresses
         self.own: set[int] = set()  # storages that the capture has made
-        # what it has written over, as it was
-        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its old values
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = operation.overloadpacket.__name__
-        # attention on the CPU, which no GPU runs, asks whether all rows see something
+        # attention on the CPU, which no GPU runs, asks whether a mask has empty rows
         legal = name not in HOST_READS or "output_size" in kwargs or args[0].dtype == torch.bool
         assert legal, f"{name} waits for the device"
+        schema = operation._schema.arguments
+        written = {a.name for a in schema if a.alias_info and a.alias_info.is_write}
+        names = [argument.name for argument in schema[: len(args)]] + list(kwargs)
         arguments = [*args, *kwargs.values()]
-        names = [each.name for each in operation._schema.arguments[: len(args)]] + list(kwargs)
-        written = {
-            each.name
-            for each in operation._schema.arguments
-            if each.alias_info and each.alias_info.is_write
-        }
         for name, value in zip(names, arguments):
             for tensor in tensors_in(value) if name in written else ():
                 if tensor.untyped_storage()._cdata not in self.own:
-                    self.before.append((tensor.data, tensor.detach().clone()))
+                    self.overwritten.append((tensor.data, tensor.detach().clone()))
         read = storages(arguments)
         out = operation(*args, **kwargs)
-        sends = operation.namespace == "c10d"  # writes into its arguments, whatever its schema says
+        sends = operation.namespace == "c10d"  # writes its arguments, whatever its schema says
         is_view = not (written or sends) and bool(storages(out) & read)
         self.own |= storages(out) - read
         if not is_view:
-            self.operations.append((operation, args, kwargs, None if written or sends else out))
-            self.addresses.append([tensor.data_ptr() for tensor in tensors_in(arguments)])
+            result = None if written or sends else out
+            self.operations.append((operation, args, kwargs, result, addresses(arguments)))
         return out
 
 
@@ -68,40 +69,41 @@ class RecordedPool:
     def capture(self, work):
         with Recorder() as recorder:
             result = work()
-        for tensor, values in reversed(recorder.before):
+        for tensor, values in reversed(recorder.overwritten):
             tensor.copy_(values)
-        for *_, out in recorder.operations:
+        for _, _, _, out, _ in recorder.operations:
             for tensor in tensors_in(out):
                 if tensor.is_floating_point():
-                    tensor.data.fill_(torch.nan)  # the work of a capture is not done
-        return result, lambda: self.replay(recorder.operations, recorder.addresses)
+                    tensor.data.fill_(torch.nan)  # a capture computes nothing
+        return result, lambda: self.replay(recorder.operations)
 
     def release(self) -> None:
         """Garbage collection does it."""
 
-    def replay(self, operations, addresses) -> None:
+    def replay(self, operations) -> None:
         plain = lambda tree: tree_map_only(torch.Tensor, lambda tensor: tensor.data, tree)  # noqa: E731
         with torch.no_grad():
-            for (operation, args, kwargs, out), captured in zip(operations, addresses, strict=True):
-                now = [tensor.data_ptr() for tensor in tensors_in([*args, *kwargs.values()])]
+            for operation, args, kwargs, out, captured in operations:
+                now = addresses([*args, *kwargs.values()])
                 assert now == captured, f"{operation} was captured with other memory"
                 new = operation(*plain(args), **plain(kwargs))
                 if operation.namespace == "c10d":
                     for work in tree_flatten(new)[0]:
                         if isinstance(work, torch.ScriptObject):
                             torch._C._distributed_c10d.Work.unbox(work).wait()
-                for to, source in zip(tensors_in(out), tensors_in(new)):
-                    to.data.copy_(source)
+                for target, source in zip(tensors_in(out), tensors_in(new)):
+                    target.data.copy_(source)
 
 
 class RecordedGraphs(PhaseGraphs):
-    """Captures watched steps, too, where every step is watched."""
+    """Captures watched steps, too: here every step is watched."""
 
     def __init__(self) -> None:
         super().__init__(Ledger(), RecordedPool)
-        self.alike = 0  # steps with as many micro-batches
+        self.num_equal_steps = 0  # with the same number of micro-batches
 
     def start_step(self, num_microbatches, eager=False):
-        self.alike = self.alike + 1 if num_microbatches == self._num_microbatches else 1
-        assert self.alike < 3 or any(self._free.values()), "no phase has been captured"
+        is_equal = num_microbatches == self._num_microbatches
+        self.num_equal_steps = self.num_equal_steps + 1 if is_equal else 1
+        assert self.num_equal_steps < 3 or any(self._free.values()), "no phase has been captured"
         super().start_step(num_microbatches)

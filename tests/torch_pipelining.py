@@ -1,5 +1,5 @@
-"""The same small stages under torch's pipeline runtime and under ours: an oracle for gradients and
-for host cost."""
+"""The same small stages under torch's pipeline runtime and under ours: a reference for gradients
+and host time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron5d.pipeline_parallel.program import Program
 from megatron5d.tensor_parallel.linear import column_linear
 from megatron5d.topology.axis import Axis
 
-# torch's class -> (our name, stages per rank, whether the stages lie in a V)
+# torch's class -> (our name, stages per rank, whether the stages form a V)
 SCHEDULES = {
     "ScheduleGPipe": ("gpipe", 1, False),
     "Schedule1F1B": ("1f1b", 1, False),
@@ -29,7 +29,7 @@ SCHEDULES = {
 }
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _SENDS_TO_ITSELF = pytest.mark.skipif(
-    _TORCH < (2, 12), reason="until 2.12 torch's V sends to its own rank: gloo cannot"
+    _TORCH < (2, 12), reason="before 2.12 torch's V sends to its own rank, which gloo cannot"
 )
 NAMES = [
     pytest.param(name, marks=_SENDS_TO_ITSELF if is_v else ())
@@ -38,6 +38,8 @@ NAMES = [
 HIDDEN = 4
 DTYPE = torch.float64
 FORM = TensorMeta((2, HIDDEN), DTYPE)
+Grads = dict[int, list[Tensor]]
+"""Stage -> gradient of each of its layers."""
 
 
 def weight_of(layer: int) -> Tensor:
@@ -46,7 +48,7 @@ def weight_of(layer: int) -> Tensor:
 
 
 def data(num_microbatches: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets `[2·m, h]`, two rows a micro-batch."""
+    """Inputs and targets `[2·m, h]`, two rows per micro-batch."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, 2 * num_microbatches, HIDDEN, generator=generator, dtype=DTYPE).unbind()
 
@@ -60,21 +62,20 @@ class TorchStage(nn.Module):
 
     def __init__(self, stage: int, num_layers: int) -> None:
         super().__init__()
-        self.linears = nn.ModuleList(
-            nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=DTYPE) for _ in range(num_layers)
-        )
-        for i, linear in enumerate(self.linears):
-            linear.weight.data.copy_(weight_of(stage * num_layers + i))
+        layers = range(stage * num_layers, (stage + 1) * num_layers)
+        self.weights = nn.ParameterList(weight_of(layer) for layer in layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        for linear in self.linears:
-            x = x + torch.tanh(linear(x))
+        for weight in self.weights:
+            x = x + torch.tanh(nn.functional.linear(x, weight))
         return x
+
+    def grads(self) -> list[Tensor]:
+        return [weight.grad for weight in self.weights]
 
 
 class Layer(Phase):
-    """The same layer; its weight gradient apart where the schedule has W, otherwise in plain torch
-    as well."""
+    """The same layer; its weight gradient is deferred if the schedule has W, else autograd's."""
 
     def __init__(self, layer: int, split: bool) -> None:
         super().__init__()
@@ -106,54 +107,45 @@ class TorchPipeline:
             else range(axis.rank, num_stages, axis.size)
         )
         self.modules = {stage: TorchStage(stage, num_layers) for stage in local}
+        device = torch.device("cpu")
         stages = [
-            pipelining.PipelineStage(
-                module, stage, num_stages, torch.device("cpu"), group=axis.group
-            )
+            pipelining.PipelineStage(module, stage, num_stages, device, group=axis.group)
             for stage, module in self.modules.items()
         ]
         arguments = {"n_microbatches": num_microbatches, "loss_fn": loss, "scale_grads": False}
         self.schedule = getattr(pipelining, name)(stages if chunks > 1 else stages[0], **arguments)
-        self._is_first, self._is_last = 0 in self.modules, num_stages - 1 in self.modules
-        self._x, self._target = data(num_microbatches)
+        x, target = data(num_microbatches)
+        self._inputs = (x,) if 0 in self.modules else ()
+        self._targets = {"target": target} if num_stages - 1 in self.modules else {}
 
     def step(self) -> None:
-        given = (self._x,) if self._is_first else ()
-        self.schedule.step(*given, **({"target": self._target} if self._is_last else {}))
+        self.schedule.step(*self._inputs, **self._targets)
 
-    def grads(self) -> dict[int, list[Tensor]]:
-        return {
-            stage: [linear.weight.grad for linear in module.linears]
-            for stage, module in self.modules.items()
-        }
+    def grads(self) -> Grads:
+        return {stage: module.grads() for stage, module in self.modules.items()}
 
 
 class OurPipeline:
     """One rank of our executor over the same layers."""
 
     def __init__(self, program: Program, axis: Axis, num_layers: int = 1) -> None:
-        held = program.placement.stages_of(axis.rank)
+        chunks = program.placement.stages_of(axis.rank)
         split = any(action.op == "W" for slot in program.ranks[axis.rank] for action in slot)
         self._phases = {
             stage: [Layer(stage * num_layers + i, split) for i in range(num_layers)]
-            for stage in {stage for _, stage in held}
+            for stage in {stage for _, stage in chunks}
         }
-        stages = {(direction, stage): Stage(self._phases[stage]) for direction, stage in held}
-        channels = open_flows(program.placement, axis)
-        self.executor = Executor(program, axis.rank, stages, channels)
-        x, target = data(program.num_microbatches)
-        self._batches = list(
-            zip(x.chunk(program.num_microbatches), target.chunk(program.num_microbatches))
-        )
+        stages = {(direction, stage): Stage(self._phases[stage]) for direction, stage in chunks}
+        self.executor = Executor(program, axis.rank, stages, open_flows(program.placement, axis))
+        m = program.num_microbatches
+        x, target = data(m)
+        self._batches = list(zip(x.chunk(m), target.chunk(m)))
+        self._forms = [FORM] * program.num_stages
 
     def step(self) -> None:
-        self.executor.run(
-            self._batches,
-            lambda batch, y: 2 * (y - batch[1]),
-            [FORM] * self.executor.program.num_stages,
-        )
+        self.executor.run(self._batches, lambda batch, y: 2 * (y - batch[1]), self._forms)
 
-    def grads(self) -> dict[int, list[Tensor]]:
+    def grads(self) -> Grads:
         return {
             stage: [phase.weight.grad for phase in phases] for stage, phases in self._phases.items()
         }
@@ -166,16 +158,11 @@ def unchecked_axis(rank: int, world: int) -> Axis:
     return Axis("pp", tuple(range(world)), rank, dist.new_group(list(range(world))))
 
 
-def serial_grads(
-    num_stages: int, num_microbatches: int, num_layers: int = 1
-) -> dict[int, list[Tensor]]:
+def serial_grads(num_stages: int, num_microbatches: int, num_layers: int = 1) -> Grads:
     """The gradients of all stages, by plain autograd in one process."""
     modules = [TorchStage(stage, num_layers) for stage in range(num_stages)]
     x, target = data(num_microbatches)
     for module in modules:
         x = module(x)
     loss(x, target).backward()
-    return {
-        stage: [linear.weight.grad for linear in module.linears]
-        for stage, module in enumerate(modules)
-    }
+    return {stage: module.grads() for stage, module in enumerate(modules)}
