@@ -86,50 +86,27 @@ from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import sizes_of
 
-LAYER = [
-    "model=tiny",
-    "model.num_layers=1",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "model.num_heads=4",
-    "model.num_kv_heads=4",
-    "model.head_dim=8",
-    "train.seq_len=8",
-    "train.mbs=1",
-    "train.gbs=1",
-    "precision.dtype=fp32",
-]
-EXPERTS = [
-    "model=tiny_mixtral",
-    "model.num_experts=4",
-    "model.top_k=2",
-    "model.moe_ffn_hidden_size=64",
-]
-GPU_LAYER = [
-    "model.hidden_size=256",
-    "model.ffn_hidden_size=512",
-    "model.head_dim=64",
-    "train.seq_len=128",
-    "precision.dtype=bf16",
-    "kernels.attention=triton",
-    "moe.exchange=planned",
-]
-GPT2 = [
-    "model=tiny_gpt2",
-    "model.num_layers=6",
-    "model.hidden_size=384",
-    "model.ffn_hidden_size=1536",
-    "model.num_heads=6",
-    "model.num_kv_heads=6",
-    "model.head_dim=64",
-    "model.vocab_size=8192",
-    "train.seq_len=128",
-    "train.mbs=2",
-    "train.gbs=2",
-    "optim.clip=1.0",
-]
+LAYER = (
+    "model=tiny model.num_layers=1 model.hidden_size=32 model.ffn_hidden_size=64 "
+    "model.num_heads=4 model.num_kv_heads=4 model.head_dim=8 train.seq_len=8 train.mbs=1 "
+    "train.gbs=1 precision.dtype=fp32"
+)
+EXPERTS = "model=tiny_mixtral model.num_experts=4 model.top_k=2 model.moe_ffn_hidden_size=64"
+GPU_LAYER = (
+    "model.hidden_size=256 model.ffn_hidden_size=512 model.head_dim=64 train.seq_len=128 "
+    "precision.dtype=bf16 kernels.attention=triton moe.exchange=planned"
+)
+GPT2 = (
+    "model=tiny_gpt2 model.num_layers=6 model.hidden_size=384 model.ffn_hidden_size=1536 "
+    "model.num_heads=6 model.num_kv_heads=6 model.head_dim=64 model.vocab_size=8192 "
+    "train.seq_len=128 train.mbs=2 train.gbs=2 optim.clip=1.0"
+)
 CPU = torch.device("cpu")
 MIN_ROUND_S = 0.02  # of several calls, where one takes less
+
+
+def configure(*overrides: str) -> Config:
+    return load_config(" ".join(overrides).split())
 
 
 def our_layer(
@@ -259,9 +236,9 @@ class _Collective(FirstOrderFunction):
         return _exchange(dy, not ctx.scatters), None
 
 
-def layer(*overrides: str) -> Calls:
+def layer(overrides: str) -> Calls:
     """A block, dense or with experts: ours, transformers', and one in plain torch."""
-    config = load_config([*LAYER, *overrides])
+    config = configure(LAYER, overrides)
     s, h = config.train.seq_len, config.model.hidden_size
     calls: Calls = {"ours": our_layer(config)}
     if find_spec("transformers"):
@@ -277,7 +254,7 @@ def sharded_layer() -> Calls:
     from torch.testing._internal.distributed import fake_pg
 
     dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
-    config = load_config([*LAYER, "parallel.tp=2", "parallel.sp=true"])
+    config = configure(LAYER, "parallel.tp=2 parallel.sp=true")
     x = torch.randn(config.train.seq_len // 2, 1, config.model.hidden_size)
     return {"ours": our_layer(config, 2), "by hand": with_backward(PlainBlock(config, 2), x)}
 
@@ -286,7 +263,7 @@ def gpu_layer(kind: str, graphs: bool) -> Calls:
     """A block on the GPU, ours and in plain torch; on a stream of its own, as graphs require."""
     torch.cuda.set_stream(torch.cuda.Stream())
     device = torch.device("cuda")
-    config = load_config([*LAYER, *(EXPERTS if kind == "moe" else ()), *GPU_LAYER])
+    config = configure(LAYER, EXPERTS if kind == "moe" else "", GPU_LAYER)
     plain = PlainBlock(config).to(device, torch.bfloat16)
     plain.cos, plain.sin = (table.to(device, torch.bfloat16) for table in (plain.cos, plain.sin))
     shape = config.train.seq_len, 1, config.model.hidden_size
@@ -330,7 +307,7 @@ def operation(name: str) -> Calls:
 
 def training_step(dtype: str) -> Calls:
     """A step of a small GPT-2, ours and transformers'."""
-    config = load_config([*GPT2, f"precision.dtype={dtype}"])
+    config = configure(GPT2, f"precision.dtype={dtype}")
     rows = next(token_rows(config))
     calls: Calls = {"ours": partial(our_step(config, CPU), rows)}
     if find_spec("transformers"):
@@ -347,7 +324,7 @@ def calls_of(row: str) -> Calls:
     if row in ON_GPU:
         _, kind, *graphs = row.split("_")
         return gpu_layer(kind, bool(graphs))
-    return sharded_layer() if row == "tp" else layer(*(EXPERTS if row == "moe" else ()))
+    return sharded_layer() if row == "tp" else layer(EXPERTS if row == "moe" else "")
 
 
 def cpu_seconds(calls: Calls, rounds: int) -> dict[str, float]:

@@ -16,7 +16,8 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +54,6 @@ from megatron5d.kernels import choice, tuning
 from megatron5d.kernels.choice import capability_of
 from megatron5d.tools.bench import BENCHMARKS
 from megatron5d.tools.bench.harness import (
-    LIBRARIES,
     Benchmark,
     Call,
     clear_device,
@@ -172,34 +172,27 @@ def table(name: str, row: Figures, facts: Figures) -> str:
     return "\n".join(lines)
 
 
-Timing = tuple[str, dict[str, int], dict[str, float]]
-"""The operation that chooses a library, the key of its shape, and milliseconds by library."""
+def orders(rows: Mapping[str, Figures]) -> dict[str, list[Figures]]:
+    """Table of an architecture: operation -> entries, the smallest shapes first.
 
-
-def timings(rows: Mapping[str, Figures]) -> Iterator[Timing]:
-    """Yields the times of rows that more than one library computed."""
-    libraries = {library for names in LIBRARIES.values() for library in names}
+    Each entry orders the libraries that computed a row of that shape, the fastest first. A size is
+    unbounded in the entry of its largest measured value.
+    """
+    by_operation: defaultdict[str, list[tuple[dict[str, int], list[str]]]] = defaultdict(list)
     for row in rows.values():
         for provider, figures in row.items():
             if not isinstance(figures, dict) or "way" not in figures:
                 continue
-            times = {choice.TRITON: figures["ms"]}
-            for library in libraries:
-                if "ms" in (other := row.get(f"{provider}, by {library}", {})):
-                    times[library] = other["ms"]
-            if len(times) > 1:
-                yield figures["way"], figures["key"], times
-
-
-def orders(measured: Iterable[Timing]) -> dict[str, list[Figures]]:
-    """Table of an architecture: operation -> entries, the smallest shapes first.
-
-    A size is unbounded in the entry of its largest measured value.
-    """
-    by_operation: dict[str, list[tuple[dict[str, int], list[str]]]] = {}
-    for operation, key, times in measured:
-        fastest_first = sorted(times, key=lambda library: times[library])
-        by_operation.setdefault(operation, []).append((key, fastest_first))
+            prefix = f"{provider}, by "
+            times = {
+                name.removeprefix(prefix): other["ms"]
+                for name, other in row.items()
+                if name.startswith(prefix) and "ms" in other
+            }
+            if times:
+                times[choice.TRITON] = figures["ms"]
+                order = sorted(times, key=lambda library: times[library])
+                by_operation[figures["way"]].append((figures["key"], order))
     table: dict[str, list[Figures]] = {}
     for operation, shapes in by_operation.items():
         if all(order == shapes[0][1] for _, order in shapes):
@@ -215,7 +208,7 @@ def orders(measured: Iterable[Timing]) -> dict[str, list[Figures]]:
 
 def write_orders(rows: Mapping[str, Figures], capability: int) -> Path | None:
     """Replaces the table of an architecture; returns None where nothing was compared."""
-    table = orders(timings(rows))
+    table = orders(rows)
     if not table:
         return None
     path = tuning.DIRECTORY / f"providers/sm_{capability}.json"

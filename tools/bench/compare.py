@@ -15,23 +15,19 @@ from megatron5d.tools.bench.results import Figures, unavailable
 
 REPEATS = 3  # of a call of ours, which must give the same bits each time
 TOLERANCE = 2e-2  # relative difference in norm between two summation orders in bfloat16 or FP8
-FEW_LAYERS = ["model=llama3_1b", "model.num_layers=2", "train.seq_len=1024", "train.mbs=2"]
-EXPERTS = [
-    "model=qwen3_30b_a3b",
-    "model.num_layers=2",
-    "model.num_experts=16",
-    "train.seq_len=1024",
-    "train.mbs=2",
-]
+FEW_LAYERS = "model=llama3_1b model.num_layers=2 train.seq_len=1024 train.mbs=2"
+EXPERTS = (
+    "model=qwen3_30b_a3b model.num_layers=2 model.num_experts=16 train.seq_len=1024 train.mbs=2"
+)
 LOSSES = {
     "bf16": FEW_LAYERS,
-    "bf16, graphs": [*FEW_LAYERS, "train.cuda_graph=phases"],
-    "bf16, every library": [*FEW_LAYERS, "kernels.deterministic=false"],
-    "bf16, Triton alone": [*FEW_LAYERS, "kernels.attention=triton"],
-    "FP8, blockwise": [*FEW_LAYERS, "precision.fp8=blockwise"],
-    "FP8, tensorwise": [*FEW_LAYERS, "precision.fp8=tensorwise"],
+    "bf16, graphs": f"{FEW_LAYERS} train.cuda_graph=phases",
+    "bf16, every library": f"{FEW_LAYERS} kernels.deterministic=false",
+    "bf16, Triton alone": f"{FEW_LAYERS} kernels.attention=triton",
+    "FP8, blockwise": f"{FEW_LAYERS} precision.fp8=blockwise",
+    "FP8, tensorwise": f"{FEW_LAYERS} precision.fp8=tensorwise",
     "experts, bf16": EXPERTS,
-    "experts, FP8": [*EXPERTS, "precision.fp8=blockwise"],
+    "experts, FP8": f"{EXPERTS} precision.fp8=blockwise",
 }
 # 8B's MLP, at tp 1 and tp 8
 ADDMM = {"14336x4096x8192": (14336, 4096, 8192), "4096x1792x8192": (4096, 1792, 8192)}
@@ -118,7 +114,7 @@ def losses(name: str, device: str = "cuda") -> Figures:
     # needs Hydra; the other checks need torch and Triton only
     from megatron5d.tools.bench.training import configured, our_step, token_rows
 
-    config = configured(LOSSES[name])
+    config = configured(LOSSES[name].split())
     rows, curves = next(token_rows(config)), {}
     for path in ("kernels", "plain"):
         with without_triton() if path == "plain" else nullcontext():

@@ -27,39 +27,26 @@ from megatron5d.tools.bench.results import Figures
 
 PRETRAIN = Path(__file__).resolve().parents[2] / "pretrain.py"
 TOLERANCE = 2e-3  # of the loss: bfloat16 sums in another order, after four steps
-SMALL = [
-    "train.steps=4",
-    "train.gbs=4",
-    "train.seq_len=1024",
-    "precision.dtype=bf16",
-    "optim.lr=1e-4",
-    "model.num_layers=4",
-    "model.hidden_size=1024",
-    "model.num_heads=16",
-    "model.vocab_size=512",
-    "train.cuda_graph=phases",
-    "log.every=1",
-]
-DENSE = ["model=llama3_1b", "model.num_kv_heads=8", "model.ffn_hidden_size=2048"]
-EXPERTS = [
-    "model=qwen3_30b_a3b",
-    "model.num_kv_heads=4",
-    "model.num_experts=16",
-    "moe.planned_imbalance=2.0",
-]
-TP_2 = ["parallel.tp=2", "parallel.sp=true"]
-LAYOUTS = {
+SMALL = (
+    "train.steps=4 train.gbs=4 train.seq_len=1024 precision.dtype=bf16 optim.lr=1e-4 "
+    "model.num_layers=4 model.hidden_size=1024 model.num_heads=16 model.vocab_size=512 "
+    "train.cuda_graph=phases log.every=1"
+)
+DENSE = "model=llama3_1b model.num_kv_heads=8 model.ffn_hidden_size=2048"
+EXPERTS = "model=qwen3_30b_a3b model.num_kv_heads=4 model.num_experts=16 moe.planned_imbalance=2.0"
+TP_2 = "parallel.tp=2 parallel.sp=true"
+LAYOUTS = {  # number of ranks, overrides
     "dense": {
-        "pp 2": (2, ["parallel.pp=2", "pipeline.schedule=zb_h1"]),
-        "ZeRO-3": (2, ["parallel.zero=3"]),
+        "pp 2": (2, "parallel.pp=2 pipeline.schedule=zb_h1"),
+        "ZeRO-3": (2, "parallel.zero=3"),
         "tp 2, sp": (2, TP_2),
-        "cp 2": (2, ["parallel.cp=2"]),
-        "DualPipe": (2, ["parallel.pp=2", "pipeline.schedule=dualpipe"]),
-        "tp 2, fused": (2, [*TP_2, "parallel.tp_overlap=fused", "train.cuda_graph=none"]),
+        "cp 2": (2, "parallel.cp=2"),
+        "DualPipe": (2, "parallel.pp=2 pipeline.schedule=dualpipe"),
+        "tp 2, fused": (2, f"{TP_2} parallel.tp_overlap=fused train.cuda_graph=none"),
     },
     "experts": {
-        "ep 2": (2, ["parallel.ep=2", "moe.exchange=planned"]),
-        "pp 2, ep 2": (4, ["parallel.pp=2", "parallel.ep=2", "pipeline.schedule=zb_h1"]),
+        "ep 2": (2, "parallel.ep=2 moe.exchange=planned"),
+        "pp 2, ep 2": (4, "parallel.pp=2 parallel.ep=2 pipeline.schedule=zb_h1"),
     },
 }
 
@@ -73,14 +60,15 @@ def compared(folder: Path, deadline: float) -> Iterator[tuple[str, Figures]]:
     """
     tokens = _write_tokens(folder / "tokens")
     for kind, model in (("dense", DENSE), ("experts", EXPERTS)):
-        expected = _losses([*model, *SMALL, tokens], 1, folder, deadline)
+        one_rank = [*f"{model} {SMALL}".split(), tokens]
+        expected = _losses(one_rank, 1, folder, deadline)
         if isinstance(expected, str):
             yield f"{kind}, one rank", {"unavailable": expected}
             continue
         for name, (ranks, overrides) in LAYOUTS[kind].items():
             if time.monotonic() > deadline:
                 return
-            losses = _losses([*model, *SMALL, tokens, *overrides], ranks, folder, deadline)
+            losses = _losses([*one_rank, *overrides.split()], ranks, folder, deadline)
             if isinstance(losses, str):
                 yield f"{kind}, {name}", {"unavailable": losses}
             else:

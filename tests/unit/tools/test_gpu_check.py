@@ -166,7 +166,7 @@ def test_it_needs_a_gpu():
 
 def test_losses_are_compared_with_the_plain_path(monkeypatch):
     pytest.importorskip("hydra")
-    monkeypatch.setitem(compare.LOSSES, "small", ["model=tiny", "train.seq_len=32", "train.mbs=1"])
+    monkeypatch.setitem(compare.LOSSES, "small", "model=tiny train.seq_len=32 train.mbs=1")
     figures = compare.losses("small", "cpu")
     assert figures["right"] and figures["difference"] == 0
     assert figures["kernels"][-1] < figures["kernels"][0]
@@ -176,13 +176,13 @@ def test_losses_are_compared_with_the_plain_path(monkeypatch):
 def test_several_ranks_are_compared_with_one(tmp_path, monkeypatch):
     """On the CPU, where ranks need no GPU to share."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(layouts, "DENSE", ["model=tiny"])
+    monkeypatch.setattr(layouts, "DENSE", "model=tiny")
     small = "train.steps=2 train.gbs=2 train.seq_len=16 model.vocab_size=512"
-    monkeypatch.setattr(layouts, "SMALL", small.split())
+    monkeypatch.setattr(layouts, "SMALL", small)
     dense = {
-        "tp 2": (2, ["parallel.tp=2"]),
-        "other": (1, ["optim.lr=1.0"]),
-        "invalid": (2, ["parallel.tp=3"]),
+        "tp 2": (2, "parallel.tp=2"),
+        "other": (1, "optim.lr=1.0"),
+        "invalid": (2, "parallel.tp=3"),
     }
     monkeypatch.setattr(layouts, "LAYOUTS", {"dense": dense, "experts": {}})
     figures = dict(layouts.compared(tmp_path, time.monotonic() + 250))
