@@ -1,5 +1,6 @@
 """GEMMs: in FP8, of experts, into a main gradient, and of rows from other ranks."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -28,13 +29,15 @@ from megatron5d.tools.bench.harness import (
     Benchmark,
     Call,
     Calls,
+    Sizes,
     randn,
     returning,
 )
 
 
-def _gemm_flops(m: int, n: int, k: int) -> float:
-    return 2 * m * n * k
+def _flops(m: int, n: int, k: int, size: int = 1, experts: int = 1) -> float:
+    """FLOPs of m rows on each of `size` ranks; experts divide the rows."""
+    return 2 * size * m * n * k
 
 
 def float8(device: str, m: int, n: int, k: int) -> Calls:
@@ -155,45 +158,28 @@ EXPERTS = {"experts": 64, "m": 65536, "n": 1408, "k": 2048}
 FEW_EXPERTS = {"experts": 3, "m": 96, "n": 32, "k": 64}
 TINY = {"m": 48, "n": 64, "k": 128}
 OF_TWO = {"size": 2, **TINY}
+
+
+def _row(make: Callable[..., Calls], sizes: Sizes, tiny: Sizes, **families: str) -> Benchmark:
+    return Benchmark(make, _flops, "TFLOP/s", sizes, tiny, families)
+
+
 GEMMS = {
-    "float8 blockwise GEMM 4096x7168x16384": Benchmark(
+    "float8 blockwise GEMM 4096x7168x16384": _row(
         float8,
-        _gemm_flops,
-        "TFLOP/s",
         {"m": 4096, "n": 7168, "k": 16384},
         TINY,
-        dict.fromkeys(("ours", "ours, tensorwise", "ours, weight gradient"), "fp8"),
+        **dict.fromkeys(("ours", "ours, tensorwise", "ours, weight gradient"), "fp8"),
     ),
-    "grouped GEMM, 64 experts": Benchmark(
-        grouped,
-        lambda experts, **sizes: _gemm_flops(**sizes),
-        "TFLOP/s",
-        EXPERTS,
-        FEW_EXPERTS,
-        {"ours": "grouped"},
+    "grouped GEMM, 64 experts": _row(grouped, EXPERTS, FEW_EXPERTS, ours="grouped"),
+    "grouped GEMM weight gradient, 64 experts": _row(grouped_weight, EXPERTS, FEW_EXPERTS),
+    "weight gradient into float32 14336x4096x8192": _row(
+        weight_gradient, {"m": 14336, "n": 4096, "k": 8192}, TINY
     ),
-    "grouped GEMM weight gradient, 64 experts": Benchmark(
-        grouped_weight,
-        lambda experts, **sizes: _gemm_flops(**sizes),
-        "TFLOP/s",
-        EXPERTS,
-        FEW_EXPERTS,
+    "all-gather GEMM, 8 ranks, 8192x1792x8192": _row(
+        gathered, {"size": 8, "m": 1024, "n": 1792, "k": 8192}, OF_TWO
     ),
-    "weight gradient into float32 14336x4096x8192": Benchmark(
-        weight_gradient, _gemm_flops, "TFLOP/s", {"m": 14336, "n": 4096, "k": 8192}, TINY
-    ),
-    "all-gather GEMM, 8 ranks, 8192x1792x8192": Benchmark(
-        gathered,
-        lambda size, m, n, k: _gemm_flops(size * m, n, k),
-        "TFLOP/s",
-        {"size": 8, "m": 1024, "n": 1792, "k": 8192},
-        OF_TWO,
-    ),
-    "GEMM reduce-scatter, 8 ranks, 8192x8192x1792": Benchmark(
-        scattered,
-        lambda size, m, n, k: _gemm_flops(size * m, n, k),
-        "TFLOP/s",
-        {"size": 8, "m": 1024, "n": 8192, "k": 1792},
-        OF_TWO,
+    "GEMM reduce-scatter, 8 ranks, 8192x8192x1792": _row(
+        scattered, {"size": 8, "m": 1024, "n": 8192, "k": 1792}, OF_TWO
     ),
 }

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -71,6 +72,16 @@ class Benchmark:
                 settings = Settings(**{family: library}, strict=True, deterministic=False)
                 calls[label] = partial(ours, settings=settings)
         return calls
+
+
+def elementwise(
+    make: Callable[..., Calls], bytes_each: int, sizes: Sizes, tiny: Sizes, family: str = ""
+) -> Benchmark:
+    """Row that moves `bytes_each` for every element; `sizes` are the dims of its tensors."""
+    families = {"ours": family} if family else {}
+    return Benchmark(
+        make, lambda **dims: bytes_each * prod(dims.values()), "GB/s", sizes, tiny, families
+    )
 
 
 def copies_of(output: object) -> list[Tensor]:

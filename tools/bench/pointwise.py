@@ -32,6 +32,7 @@ from megatron5d.tools.bench.harness import (
     Benchmark,
     Call,
     Calls,
+    elementwise,
     forward_or_backward,
     liger,
     randn,
@@ -257,27 +258,17 @@ HEADS = {"s": 8192, "b": 2, "a": 32, "g": 8, "d": 128}
 FEW_HEADS = {"s": 6, "b": 2, "a": 3, "g": 1, "d": 16}
 
 
-def _row(
-    make: Call, bytes_each: int, sizes: dict[str, int], family: str | None = None
-) -> Benchmark:
-    """Row whose work is `bytes_each` for every element."""
-    families = {} if family is None else {"ours": family}
-    return Benchmark(
-        make, lambda rows, width: rows * width * bytes_each, "GB/s", sizes, TINY, families
-    )
-
-
 def _pair(
     name: str,
     make: Call,
     bytes_each: tuple[int, int],
     sizes: dict[str, int],
-    families: tuple[str | None, str | None] = (None, None),
+    families: tuple[str, str] = ("", ""),
 ) -> dict[str, Benchmark]:
     """Rows of an operation's forward and backward."""
     return {
-        f"{name} {direction} {sizes['rows']}x{sizes['width']}": _row(
-            partial(make, backward=direction == "backward"), each, sizes, family
+        f"{name} {direction} {sizes['rows']}x{sizes['width']}": elementwise(
+            partial(make, backward=direction == "backward"), each, sizes, TINY, family
         )
         for direction, each, family in zip(("forward", "backward"), bytes_each, families)
     }
@@ -289,18 +280,26 @@ def _rope_row(backward: bool) -> Benchmark:
 
 
 POINTWISE = {
-    "float8 rows 16384x4096": _row(quantized, 3, ROWS),
-    "float8, one scale, 16384x4096": _row(one_scale, 5, ROWS),
-    "float8 transposed 16384x4096": _row(transposed, 2, ROWS),
-    "SwiGLU to float8 8192x14336": _row(swiglu_to_float8, 5, FEED_FORWARD),
-    "SwiGLU backward to float8 8192x14336": _row(swiglu_backward_to_float8, 10, FEED_FORWARD),
-    "RMSNorm to float8 16384x4096": _row(partial(norm_to_float8, centered=False), 3, ROWS),
-    "LayerNorm to float8 16384x4096": _row(partial(norm_to_float8, centered=True), 3, ROWS),
-    **_pair("RMSNorm", rms_norm, (4, 6), ROWS, ("norm", None)),
+    "float8 rows 16384x4096": elementwise(quantized, 3, ROWS, TINY),
+    "float8, one scale, 16384x4096": elementwise(one_scale, 5, ROWS, TINY),
+    "float8 transposed 16384x4096": elementwise(transposed, 2, ROWS, TINY),
+    "SwiGLU to float8 8192x14336": elementwise(swiglu_to_float8, 5, FEED_FORWARD, TINY),
+    "SwiGLU backward to float8 8192x14336": elementwise(
+        swiglu_backward_to_float8, 10, FEED_FORWARD, TINY
+    ),
+    "RMSNorm to float8 16384x4096": elementwise(
+        partial(norm_to_float8, centered=False), 3, ROWS, TINY
+    ),
+    "LayerNorm to float8 16384x4096": elementwise(
+        partial(norm_to_float8, centered=True), 3, ROWS, TINY
+    ),
+    **_pair("RMSNorm", rms_norm, (4, 6), ROWS, ("norm", "")),
     **_pair("RMSNorm", rms_norm, (4, 6), WIDE, ("norm", "norm")),
     **_pair("LayerNorm", layer_norm, (4, 6), ROWS, ("norm", "norm")),
     **_pair("sum and RMSNorm", add_rms_norm, (8, 8), ROWS),
-    "RMSNorm beside its stream, backward 16384x4096": _row(branch_rms_norm, 8, ROWS, "norm"),
+    "RMSNorm beside its stream, backward 16384x4096": elementwise(
+        branch_rms_norm, 8, ROWS, TINY, "norm"
+    ),
     **_pair("SwiGLU", swiglu, (6, 10), FEED_FORWARD),
     **_pair("SwiGLU of experts", expert_swiglu, (6, 10), EXPERTS),
     **_pair("GELU", gelu, (4, 6), FEED_FORWARD),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkContext, SpawnContext
 
 OUT_OF_TIME = "out of time"
 NOT_REACHED = f"not reached: {OUT_OF_TIME}"
@@ -23,7 +23,7 @@ def run_tasks(
     tasks: Sequence[str],
     silence_s: float,
     deadline: float,
-    context: BaseContext | None = None,
+    context: ForkContext | SpawnContext | None = None,
 ) -> Iterator[tuple]:
     """Runs tasks in another process; if it dies or hangs, a new one continues after that task.
 
@@ -41,7 +41,7 @@ def run_tasks(
     pending = list(tasks)
     while pending and time.monotonic() < deadline:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(worker, pending, sender), daemon=False)  # type: ignore[attr-defined]
+        process = context.Process(target=_run, args=(worker, pending, sender), daemon=False)
         process.start()
         sender.close()
         try:

@@ -14,6 +14,7 @@ from megatron5d.tools.bench.harness import (
     Benchmark,
     Calls,
     Forward,
+    elementwise,
     forward_or_backward,
     liger,
     randn,
@@ -166,23 +167,8 @@ def gradient_norm(device: str, tensors: int, count: int) -> Calls:
 
 LOGITS, FEW_LOGITS = {"tokens": 8192, "vocabulary": 128256}, {"tokens": 6, "vocabulary": 300}
 ROUTED = {"tokens": 16384, "width": 2048, "experts": 64, "k": 8}
-FEW_ROUTED = {
-    "tokens": 6,
-    "width": 40,
-    "experts": 5,
-    "k": 2,
-}
+FEW_ROUTED = {"tokens": 6, "width": 40, "experts": 5, "k": 2}
 MANY, FEW = {"tensors": 32, "count": 2**24}, {"tensors": 3, "count": 300}
-
-
-def _logits(make, bytes_each: int) -> Benchmark:
-    return Benchmark(
-        make,
-        lambda tokens, vocabulary: tokens * vocabulary * bytes_each,
-        "GB/s",
-        LOGITS,
-        FEW_LOGITS,
-    )
 
 
 def _routing(make, passes) -> Benchmark:
@@ -194,14 +180,14 @@ def _routing(make, passes) -> Benchmark:
     return Benchmark(make, work, "GB/s", ROUTED, FEW_ROUTED)
 
 
-def _many(make, bytes_each: int) -> Benchmark:
-    return Benchmark(make, lambda tensors, count: tensors * count * bytes_each, "GB/s", MANY, FEW)
-
-
 TOKENS = {
-    "cross-entropy forward 8192x128256": _logits(cross_entropy, 2),
-    "cross-entropy backward 8192x128256": _logits(cross_entropy_backward, 4),
-    "cross-entropy, both ways, 8192x128256": _logits(cross_entropy_both_ways, 6),
+    "cross-entropy forward 8192x128256": elementwise(cross_entropy, 2, LOGITS, FEW_LOGITS),
+    "cross-entropy backward 8192x128256": elementwise(
+        cross_entropy_backward, 4, LOGITS, FEW_LOGITS
+    ),
+    "cross-entropy, both ways, 8192x128256": elementwise(
+        cross_entropy_both_ways, 6, LOGITS, FEW_LOGITS
+    ),
     "embedding gradient, 8 k tokens of 128256": Benchmark(
         embedding_gradient,
         lambda tokens, vocabulary: tokens * 4096 * 10,
@@ -223,6 +209,6 @@ TOKENS = {
         {"tokens": 65536, "experts": 64, "k": 8},
         {"tokens": 6, "experts": 5, "k": 2},
     ),
-    "AdamW, 32 x 16 M": _many(adamw, 28),
-    "gradient norm, 32 x 16 M": _many(gradient_norm, 4),
+    "AdamW, 32 x 16 M": elementwise(adamw, 28, MANY, FEW),
+    "gradient norm, 32 x 16 M": elementwise(gradient_norm, 4, MANY, FEW),
 }
