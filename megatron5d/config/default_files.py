@@ -1,6 +1,6 @@
 """The listing of every key, for people: `conf/<group>/default.yaml`, and the end of `--help`.
 
-`python -m megatron5d.config.default_files` writes the files anew from the schema.
+`python -m megatron5d.config.default_files` rewrites the files from the schema.
 """
 
 import dataclasses

@@ -1,5 +1,4 @@
-"""Reads JSON files that others may have written, such as those of a checkpoint or a Hugging Face
-folder, and writes files atomically."""
+"""Reads JSON files that others may have written, and writes files atomically."""
 
 import json
 from pathlib import Path

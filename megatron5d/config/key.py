@@ -12,42 +12,30 @@ class Key:
     """Description of a key; `--help`, `conf/*/default.yaml` and the checks of its value read it."""
 
     help: str
-    unit: str  # such as "tokens"; empty for counts and texts
-    choices: tuple[Any, ...]  # legal values, or legal elements of a list; empty = any
-    minimum: float  # smallest legal number
-    above: float | None  # exclusive lower bound, which replaces `minimum`
-    below: float | None  # exclusive upper bound
-    maximum: float | None  # largest legal number
+    unit: str = ""  # such as "tokens"; empty for counts and texts
+    choices: Sequence[Any] = ()  # legal values, or legal elements of a list; empty = any
+    minimum: float = 0  # smallest legal number
+    above: float | None = None  # exclusive lower bound, which replaces `minimum`
+    below: float | None = None  # exclusive upper bound
+    maximum: float | None = None  # largest legal number
 
 
-def key(
-    default: Any,
-    help: str,
-    *,
-    unit: str = "",
-    choices: Sequence[Any] = (),
-    minimum: float = 0,
-    above: float | None = None,
-    below: float | None = None,
-    maximum: float | None = None,
-    name: str = "",
-) -> Any:
+def key(default: Any, help: str, *, name: str = "", **description: Any) -> Any:
     """Declares a key of a configuration group, a field of its dataclass.
 
     Args:
         name: key in YAML, where Python does not allow it as the name of a field.
-        Others: as in `Key`.
+        description: fields of `Key`.
     """
-    described = Key(help, unit, tuple(choices), minimum, above, below, maximum)
-    metadata = {"key": described, "name": name}
+    metadata = {"key": Key(help, **description), "name": name}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def positive(default: Any, help: str, **others: Any) -> Any:
+def positive(default: Any, help: str, **description: Any) -> Any:
     """Declares a key whose number is above 0; takes the arguments of `key`."""
-    return key(default, help, above=0, **others)
+    return key(default, help, above=0, **description)
 
 
 def group(kind: type) -> Any:

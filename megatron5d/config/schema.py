@@ -9,7 +9,6 @@ code gets these objects and never a Hydra node.
 from dataclasses import dataclass
 
 from megatron5d.config.key import group, key, positive
-from megatron5d.config.model_schema import GATED as GATED
 from megatron5d.config.model_schema import ModelConfig
 from megatron5d.config.model_schema import RopeScaling as RopeScaling
 from megatron5d.config.output_schema import CheckpointConfig, LogConfig
