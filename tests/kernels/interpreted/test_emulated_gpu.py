@@ -1,5 +1,5 @@
-"""The emulated GPU notices what a GPU would not tell: memory that is not the kernel's, and waits
-that are missing."""
+"""The emulated GPU detects what a GPU would do silently: access to memory that is not the kernel's,
+and missing waits."""
 
 import re
 from unittest import mock
@@ -8,21 +8,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_lab.accuracy import relative_error
+from kernel_lab.attention import attention_results, make_qkv
 from kernel_lab.emulated_gpu import EmulationFault
 from triton.runtime import driver
 
-from megatron5d import kernels
-from megatron5d.kernels import gemm as grouped_matmul
-from megatron5d.kernels import norm as normalization
-from megatron5d.kernels import rms_norm_reference, tuning
+from megatron5d.kernels import gemm, norm, rms_norm_reference, tuning
 from megatron5d.kernels.flash_attention import forward as flash_attention_forward
-from megatron5d.kernels.flash_attention.plain import AttentionRule
-from megatron5d.kernels.fp8 import gemm as fp8_matmul
-from megatron5d.kernels.fp8.gemm import fp8_matmul as product_of_8_bits
+from megatron5d.kernels.fp8 import gemm as fp8_gemm
 from megatron5d.kernels.fp8.quantize import quantize_blocks, quantize_rows
 
 ARCHITECTURE = tuning.architecture(torch.device("cpu"))
-LAUNCHES = 8  # what is late is a matter of chance: so many of them meet it
+LAUNCHES = 8  # what completes late is random: this many launches meet it
 
 
 @triton.jit
@@ -31,106 +28,78 @@ def _shifted_kernel(x_ptr, y_ptr, count, SHIFT: tl.constexpr, BLOCK: tl.constexp
     tl.store(y_ptr + lane, tl.load(x_ptr + lane + SHIFT, lane < count, other=0.0), lane < count)
 
 
-def test_other_memory_is_refused_with_its_line(monkeypatch):
+def test_other_memory_is_refused_with_the_kernels_line(monkeypatch):
     monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
     x, y = torch.randn(100), torch.zeros(100)
     _shifted_kernel[(1,)](x, y, 100, 0, 128)
     assert torch.equal(x, y)
-    with pytest.raises(
-        EmulationFault,
-        match=r"out of bounds: byte 40\d of a tensor of 400.*test_emulated_gpu.py:\d+",
-    ):
+    message = r"out of bounds: byte 40\d of a tensor of 400.*test_emulated_gpu.py:\d+"
+    with pytest.raises(EmulationFault, match=message):
         _shifted_kernel[(1,)](x, y, 100, 1, 128)
+    misaligned = torch.frombuffer(bytearray(402), dtype=torch.float32, offset=2)
     with pytest.raises(EmulationFault, match="misaligned"):
-        _shifted_kernel[(1,)](
-            torch.frombuffer(bytearray(402), dtype=torch.float32, offset=2), y, 100, 0, 128
-        )
+        _shifted_kernel[(1,)](misaligned, y, 100, 0, 128)
 
 
-def relative(pair):
-    got, want = pair
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-def norm():
+def norm_error() -> float:
     x, weight = torch.randn(64, 512), torch.ones(512)
-    return normalization.rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5)
+    return relative_error(norm.rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
 
 
-def experts():
-    x, weight, offsets = (
-        torch.randn(200, 256).bfloat16(),
-        torch.randn(2, 128, 256).bfloat16(),
-        torch.tensor([0, 90, 200]),
-    )
-    got = grouped_matmul.grouped_matmul(x, weight, offsets)
-    return got, grouped_matmul.grouped_matmul_reference(x.float(), weight.float(), offsets)
+def experts_error() -> float:
+    x, weight = torch.randn(200, 256).bfloat16(), torch.randn(2, 128, 256).bfloat16()
+    offsets = torch.tensor([0, 90, 200])
+    exact = gemm.grouped_matmul_reference(x.float(), weight.float(), offsets)
+    return relative_error(gemm.grouped_matmul(x, weight, offsets), exact)
 
 
-def attention(heads=2, dim=64, sinks=None, **rule):
-    """Output and gradients over several of the architecture's tiles, and what they should be."""
-    q, k, v = (torch.randn(390, 1, h, dim).bfloat16().requires_grad_() for h in (heads, 1, 1))
-    leaves = [x for x in (q, k, v, sinks) if x is not None]
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    plain = AttentionRule(dim**-0.5, **rule)
-    want, _ = kernels.attention_reference(*wide[:3], plain, wide[3] if sinks is not None else None)
-    got, _ = kernels.attention(q, k, v, scale=plain.scale, sinks=sinks, **rule)
-    dout = torch.randn(want.shape).bfloat16()
-    gradients = (
-        torch.autograd.grad(got, leaves, dout),
-        torch.autograd.grad(want, wide, dout.double()),
-    )
-    pairs = [(got.detach(), want.detach()), *zip(*gradients)]
-    return max(pairs, key=relative)
+def attention_error(d=64, **rule) -> float:
+    """Largest relative error of out and gradients, over several of the architecture's tiles."""
+    (out, _, *grads) = attention_results(*make_qkv(s=390, b=1, d=d), **rule)
+    return max(relative_error(*pair) for pair in (out, *grads))
 
 
-def fp8_gemm():
+def fp8_error() -> float:
     a, b = quantize_rows(torch.randn(129, 512)), quantize_blocks(torch.randn(127, 512))[0]
-    return product_of_8_bits(a, b, out_dtype=torch.float32), fp8_matmul.fp8_matmul_reference(a, b)
+    exact = fp8_gemm.fp8_matmul_reference(a, b)
+    return relative_error(fp8_gemm.fp8_matmul(a, b, out_dtype=torch.float32), exact)
 
 
 MBARRIER = r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;"
 PHASE = r"(mbarrier\.try_wait\.parity[^,]*, \[[^]]*\], )[^;]*;"
-FAULTS = {  # what runs, on which architecture, what is replaced in its PTX, and by what
-    "no barrier of the block": (norm, "", r"bar\.sync[ \t]+0;", ""),
-    "copies not waited for": (attention, "sm_80", r"cp\.async\.wait_group[ \t]+\d+;", ""),
-    "bulk copies not waited for": (experts, "sm_90", MBARRIER, ""),
-    "bulk copies of another phase waited for": (experts, "sm_90", PHASE, r"\g<1>1;"),
-    "GEMMs of a warp group not waited for": (
-        experts,
-        "sm_90",
-        r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;",
-        "",
-    ),
-    "GEMMs not waited for": (experts, "sm_100", MBARRIER, ""),
-    "GEMMs of another phase waited for": (experts, "sm_100", PHASE, r"\g<1>1;"),
+WARP_GROUP = r"wgmma\.wait_group\.sync\.aligned[ \t]+\d+;"
+FAULTS = {  # run, architecture ("" = all), pattern in the PTX, replacement
+    "no barrier of the block": (norm_error, "", r"bar\.sync[ \t]+0;", ""),
+    "no wait for copies": (attention_error, "sm_80", r"cp\.async\.wait_group[ \t]+\d+;", ""),
+    "no wait for bulk copies": (experts_error, "sm_90", MBARRIER, ""),
+    "a wait for another phase of bulk copies": (experts_error, "sm_90", PHASE, r"\g<1>1;"),
+    "no wait for a warp group's GEMMs": (experts_error, "sm_90", WARP_GROUP, ""),
+    "no wait for GEMMs": (experts_error, "sm_100", MBARRIER, ""),
+    "a wait for another phase of GEMMs": (experts_error, "sm_100", PHASE, r"\g<1>1;"),
 }
 
 
-def goes_wrong(run) -> bool:
-    """Whether one of a few launches is refused, or gives other numbers."""
-    for _ in range(LAUNCHES):
-        try:
-            if not relative(run()) < 0.02:
-                return True
-        except EmulationFault:
-            return True
-    return False
+def fails(run) -> bool:
+    """Whether one of a few launches is refused or inaccurate."""
+    try:
+        return not all(run() < 0.02 for _ in range(LAUNCHES))
+    except EmulationFault:
+        return True
 
 
 def forget():
-    modules = {
-        normalization: "_forward_kernel",
-        grouped_matmul: "_rows_kernel",
-        fp8_matmul: "_fp8_matmul_kernel",
-    }
-    for module, kernel in (modules | {flash_attention_forward: "_forward_kernel"}).items():
-        getattr(module, kernel).device_caches.clear()
+    for kernel in (
+        norm._forward_kernel,
+        gemm._rows_kernel,
+        fp8_gemm._fp8_matmul_kernel,
+        flash_attention_forward._forward_kernel,
+    ):
+        kernel.device_caches.clear()
 
 
 @pytest.fixture
 def loaded_anew():
-    """What the JIT has loaded is forgotten before and after."""
+    """Makes the JIT forget what it has loaded, before and after."""
     forget()
     yield
     forget()
@@ -139,43 +108,41 @@ def loaded_anew():
 @pytest.mark.parametrize(
     "fault", [name for name, (_, where, *_) in FAULTS.items() if where in ("", ARCHITECTURE)]
 )
-def test_a_wait_that_is_missing_or_wrong_shows(fault, loaded_anew):
-    run, _, wait, instead = FAULTS[fault]
-    assert not goes_wrong(run)
-    utils, removed = type(driver.active.utils), []
+def test_a_missing_or_wrong_wait_is_detected(fault, loaded_anew):
+    run, _, pattern, replacement = FAULTS[fault]
+    assert not fails(run)
+    utils, replaced = type(driver.active.utils), []
     load = utils.load_binary
 
-    def without(self, name, text, *rest):
-        edited, count = re.subn(wait, instead, text.decode())
-        removed.append(count)
+    def load_edited(self, name, text, *rest):
+        edited, count = re.subn(pattern, replacement, text.decode())
+        replaced.append(count)
         return load(self, name, edited.encode(), *rest)
 
     forget()
-    with mock.patch.object(utils, "load_binary", without):
-        assert goes_wrong(run) and sum(removed) > 0
+    with mock.patch.object(utils, "load_binary", load_edited):
+        assert fails(run) and sum(replaced) > 0
 
 
 if ARCHITECTURE == "sm_100":
 
-    def test_why_gemms_are_taken_out_before_the_next(loaded_anew, monkeypatch):
-        assert not goes_wrong(fp8_gemm)
-        monkeypatch.setattr(fp8_matmul, "needs_mma_barrier", lambda device: False)
-        # if it does not, Triton waits by itself, and SETTLE has done its duty
-        assert goes_wrong(fp8_gemm)
+    def test_why_each_mma_is_read_behind_a_barrier(loaded_anew, monkeypatch):
+        """If this passes without the barrier, Triton waits by itself, and SETTLE can go."""
+        assert not fails(fp8_error)
+        monkeypatch.setattr(fp8_gemm, "needs_mma_barrier", lambda device: False)
+        assert fails(fp8_error)
 
 
 DOCUMENTS = torch.tensor([0] * 70 + [1] * 200 + [2] * 5 + [3] * 115)[None]
 RULES = {  # heads of 32 have the tiles of 64, and the binaries of test_flash_attention.py
-    "causal": {"dim": 128},
-    "full": {"causal": False, "dim": 32},
-    "window": {"window": 130, "dim": 32},
-    "softcap": {"softcap": 5.0, "dim": 32},
-    "documents": {"documents": DOCUMENTS, "dim": 128},
-    "documents and window": {"documents": DOCUMENTS, "window": 90, "dim": 32},
-    "heads of 256": {"dim": 256},
+    "causal": {"d": 128},
+    "full": {"causal": False, "d": 32},
+    "window": {"window": 130, "d": 32},
+    "softcap": {"softcap": 5.0, "d": 32},
+    "documents": {"documents": DOCUMENTS, "d": 128},
+    "documents and window": {"documents": DOCUMENTS, "window": 90, "d": 32},
+    "heads of 256": {"d": 256},
 }
-
-
 ON_EVERY_GPU = ("causal", "documents and window")
 
 
@@ -184,16 +151,15 @@ ON_EVERY_GPU = ("causal", "documents and window")
     [pytest.param(rule, marks=[pytest.mark.hopper] * (rule not in ON_EVERY_GPU)) for rule in RULES],
 )
 def test_attention_over_several_tiles(rule):
-    assert relative(attention(**RULES[rule])) < 5e-3
+    assert attention_error(**RULES[rule]) < 5e-3
 
 
-@pytest.mark.parametrize("run", [experts, pytest.param(fp8_gemm, marks=pytest.mark.fp8)])
+@pytest.mark.parametrize("run", [experts_error, pytest.param(fp8_error, marks=pytest.mark.fp8)])
 def test_gemms_over_several_tiles(run):
-    assert relative(run()) < 5e-3
+    assert run() < 5e-3
 
 
-def test_what_it_does_not_know_is_refused():
+def test_an_unknown_instruction_is_refused():
+    ptx = b".visible .entry k(\n.param .u64 p\n)\n{\nbrx.idx %r1, table;\nret;\n}\n"
     with pytest.raises(RuntimeError, match="does not know: brx.idx"):
-        driver.active.utils.load_binary(
-            "k", b".visible .entry k(\n.param .u64 p\n)\n{\nbrx.idx %r1, table;\nret;\n}\n", 0, 0
-        )
+        driver.active.utils.load_binary("k", ptx, 0, 0)

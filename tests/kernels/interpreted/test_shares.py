@@ -1,5 +1,7 @@
-"""How dk and dv are spread over processors: none works much longer than the others, for the shapes
-of real models."""
+"""How dk and dv are spread over processors: no processor works much longer than others, for the
+shapes of real models."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from megatron5d.kernels.flash_attention.backward_keys import (
 from megatron5d.kernels.flash_attention.mask import Flags
 
 pytestmark = pytest.mark.alike
-PROCESSORS = 132  # of an H100
-BLOCK_M, BLOCK_N = 32, 128  # heads of 128 on Hopper
-AT_ONCE = 2  # programs that take a block each, on a processor
+PROCESSORS = 132  # an H100's
+BLOCK_M, BLOCK_N = 32, 128  # for heads of 128 on Hopper
+PLACES = 2 * PROCESSORS  # two programs that take a block each share a processor
 HEADS = {"Llama 3 8B": (32, 8), "Llama 3 70B": (64, 8), "Qwen3 30B-A3B": (32, 4)}
 
 
@@ -42,63 +44,55 @@ def _shares_kernel(
 
 
 def tiles_of(s: int, t: int, causal: bool, keys: int = BLOCK_N) -> np.ndarray:
-    """Tiles of queries of which one at least sees a key of each block."""
+    """Tiles of queries, for each block of keys, in which at least one query sees a key."""
     first_key = np.arange(0, t, keys)
     last_query = np.minimum(np.arange(0, s, BLOCK_M) + BLOCK_M, s) - 1
-    return (
-        (last_query[None, :] >= first_key[:, None]).sum(1)
-        if causal
-        else np.full(len(first_key), len(last_query))
-    )
+    sees = (last_query[None, :] >= first_key[:, None]) | (not causal)
+    return sees.sum(1)
 
 
-def makespan(jobs, places: int = PROCESSORS) -> int:
-    """Of jobs that are taken one after the other, where one becomes free."""
-    free = np.zeros(places, int)
+def makespan(jobs, places: int) -> int:
+    """Time until all jobs are done, each started where a place becomes free first."""
+    busy = np.zeros(places, int)
     for job in jobs:
-        free[free.argmin()] += job
-    return int(free.max())
+        busy[busy.argmin()] += job
+    return int(busy.max())
 
 
 def shapes(tokens: int, cp: int) -> list[tuple[int, int, bool]]:
-    """Calls of a rank: with zigzag, two chunks of its own, and chunks of others that it sees
-    whole."""
+    """Calls of a rank: with zigzag, its own two chunks, and chunks of others that it sees fully."""
     if cp == 1:
         return [(tokens, tokens, True)]
     chunk = tokens // cp // 2
     return [(chunk, chunk, True), (chunk, 2 * chunk, False), (2 * chunk, chunk, False)]
 
 
+def assert_even(heads: int, kv_heads: int, s: int, t: int, causal: bool) -> None:
+    if not in_shares(t, kv_heads, 128, PROCESSORS):
+        jobs = np.repeat(tiles_of(s, t, causal, COUNTED_KEYS), kv_heads)
+        assert makespan(jobs, PLACES) <= 1.15 * jobs.sum() / PLACES
+        return
+    tiles, blocks = tiles_of(s, t, causal) * heads, cdiv(t, BLOCK_N)
+    entries = next_power_of_2(blocks)
+    out = torch.zeros(entries + 1, dtype=torch.int32)
+    flags = Flags(causal, False, False, False, False, False, False)
+    _shares_kernel[(1,)](out, s, heads, blocks, PROCESSORS, flags, BLOCK_M, BLOCK_N, entries)
+    *ends, share = out.tolist()
+    assert ends[:blocks] == tiles.cumsum().tolist()
+    assert share <= 1.15 * max(tiles.sum() / PROCESSORS, LEAST_QUERIES.value // BLOCK_M)
+    assert share * PROCESSORS >= tiles.sum()
+
+
 @pytest.mark.parametrize("tokens", [4096, 8192, 16384, 32768, 65536, 131072])
 @pytest.mark.parametrize("model", HEADS)
-def test_no_processor_works_longer_than_need_be(model, tokens):
+def test_no_processor_works_much_longer_than_others(model, tokens):
     heads, kv_heads = HEADS[model]
-    for tp in (1, 2, 4, 8):
-        for cp in (1, 2, 4, 8):
-            for s, t, causal in shapes(tokens, cp):
-                local, blocks = heads // tp, cdiv(t, BLOCK_N)
-                if not in_shares(t, max(kv_heads // tp, 1), 128, PROCESSORS):
-                    blocks = np.repeat(tiles_of(s, t, causal, COUNTED_KEYS), max(kv_heads // tp, 1))
-                    assert makespan(blocks, AT_ONCE * PROCESSORS) <= 1.15 * blocks.sum() / (
-                        AT_ONCE * PROCESSORS
-                    )
-                    continue
-                tiles = tiles_of(s, t, causal) * local
-                entries = next_power_of_2(blocks)
-                out = torch.zeros(entries + 1, dtype=torch.int32)
-                flags = Flags(causal, False, False, False, False, False, False)
-                _shares_kernel[(1,)](
-                    out, s, local, blocks, PROCESSORS, flags, BLOCK_M, BLOCK_N, entries
-                )
-                *ends, share = out.tolist()
-                assert ends[:blocks] == tiles.cumsum().tolist()
-                ideal = max(tiles.sum() / PROCESSORS, LEAST_QUERIES.value // BLOCK_M)
-                assert share <= 1.15 * ideal, f"tp {tp}, cp {cp}, {s} queries, {t} keys"
-                assert share * PROCESSORS >= tiles.sum()
+    for tp, cp in itertools.product((1, 2, 4, 8), repeat=2):
+        for shape in shapes(tokens, cp):
+            assert_even(heads // tp, max(kv_heads // tp, 1), *shape)
 
 
-def test_a_program_a_block_takes_four_times_as_long():
-    """What the shares replace: 8,192 tokens of Llama 3 8B at tp 8, one KV head with four heads of
-    queries."""
+def test_a_program_per_block_takes_four_times_as_long():
+    """What shares replace: Llama 3 8B at tp 8, 8,192 tokens, four query heads over one KV head."""
     tiles = tiles_of(8192, 8192, True) * 4
-    assert makespan(tiles) > 4 * tiles.sum() / PROCESSORS
+    assert makespan(tiles, PROCESSORS) > 4 * tiles.sum() / PROCESSORS
