@@ -1,108 +1,105 @@
-"""Each recomputed part runs once more a micro-batch, in B or I and never in W, and what it made is
-not kept."""
+"""Recomputed parts run again once per micro-batch, in B or I but not in W; their results are not
+saved. Offloaded activations leave the device."""
 
-import dataclasses
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from layouts import make_rows, micro_batch
 from parity_configs import config_of
-from whole_stage import WholeStage
+from whole_stage import WholeStage, new_model
 
 from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel.dispatcher import DirectDispatch
-from megatron5d.model.gpt import GPT
 from megatron5d.model.rope import RotaryTables
 from megatron5d.phases.offload import HostCopy
 from megatron5d.phases.recompute import ActivationPolicy, RecomputedParts
 from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.precision import fp8_recipes
-from megatron5d.topology.axis import Axis
-from megatron5d.topology.mesh import build_mesh
-from megatron5d.train.build import sizes_of
 
 S, B, LAYERS = 16, 2, 2
+TOKENS = S * B
 PARTS = ("norm", "qkv", "attention", "activation", "mlp", "experts")
 GRAD = torch.tensor([1.0, 0.0], dtype=torch.float64)
+EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 8}
 
 
-def configured(moe: bool, parts=()):
+def model_config(moe: bool, parts=(), **fields):
     config = config_of("llama_gqa", gbs=B, mbs=B)
-    experts = (
-        {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "shared_ffn_hidden_size": 8}
-        if moe
-        else {}
-    )
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, num_layers=LAYERS, vocab_size=32, **experts),
-        recompute=RecomputeConfig("selective", list(parts)) if parts else RecomputeConfig(),
-    )
+    fields = {"num_layers": LAYERS, "vocab_size": 32, **(EXPERTS if moe else {}), **fields}
+    recompute = RecomputeConfig("selective", list(parts)) if parts else RecomputeConfig()
+    return replace(config, model=replace(config.model, **fields), recompute=recompute)
 
 
-def stage_of(config):
-    model = GPT(config, build_mesh(sizes_of(config, 1)))
-    model.initialize(1)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    if model.balancer is not None:
-        model.balancer.start_step(
-            1, torch.tensor(float(S * B), dtype=torch.float64), Axis("dp_cp"), False
-        )
-    return WholeStage(model.phases), micro_batch(config, make_rows(config, 1))
+def fp8_config(moe: bool, recipe: str, parts=()):
+    """Sizes that FP8 GEMMs accept, in fp64 around them."""
+    sizes = {"moe_ffn_hidden_size": 32, "shared_ffn_hidden_size": 16} if moe else {}
+    config = model_config(moe, parts, **sizes)
+    return replace(config, precision=replace(config.precision, fp8=recipe))
+
+
+def make_stage(config):
+    model, batch = new_model(config)
+    return WholeStage(model.phases), batch
+
+
+def run_step(config, host_copies=()):
+    """Saved bytes after the forward, without host copies, and gradients after the backward."""
+    stage, batch = make_stage(config)
+    with MemoryWatch() as watch:
+        stage.forward(0, None, batch)
+        saved = watch.live_bytes - sum(copy.num_bytes for copy in host_copies)
+        stage.backward_input(0, GRAD)
+        stage.backward_weight(0)
+    return saved, [weight.grad.clone() for phase in stage.phases for weight in phase.parameters()]
+
+
+def saved_bytes(config) -> int:
+    return run_step(config)[0]
 
 
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("parts", [(), *((part,) for part in PARTS), PARTS])
-def test_once_more_and_never_in_w(parts, moe, monkeypatch):
+def test_parts_run_again_in_i_and_not_in_w(parts, moe, monkeypatch):
     counts: Counter[str] = Counter()
-    call = RecomputedParts.run
+    original = RecomputedParts.run
 
-    def counted(self, name, fn, *inputs):
-        def run(*tensors):
+    def counted_run(self, name, fn, *inputs):
+        def counted(*tensors):
             counts[name] += 1
             return fn(*tensors)
 
-        return call(self, name, run, *inputs)
+        return original(self, name, counted, *inputs)
 
-    monkeypatch.setattr(RecomputedParts, "run", counted)
-    stage, batch = stage_of(configured(moe, parts))
+    monkeypatch.setattr(RecomputedParts, "run", counted_run)
+    stage, batch = make_stage(model_config(moe, parts))
     stage.forward(0, None, batch)
-    once = Counter(counts)
-    assert once["attention"] == once["qkv"] == LAYERS and once["experts"] == LAYERS * moe
-    assert once["activation"] == LAYERS * (1 + moe)
-    # kept, those of branches hand their input on: no part
-    assert once["norm"] == 2 * LAYERS * ("norm" in parts) + 1
+    forward = Counter(counts)
+    assert forward["attention"] == forward["qkv"] == LAYERS
+    assert forward["experts"] == LAYERS * moe and forward["activation"] == LAYERS * (1 + moe)
+    # A saved norm of a branch returns its input too, and is not run as a part.
+    assert forward["norm"] == 2 * LAYERS * ("norm" in parts) + 1
     stage.backward_input(0, GRAD)
-    inside = {"activation"} if {"mlp", "experts"} & {*parts} else set()
+    nested = {"activation"} if {"mlp", "experts"} & {*parts} else set()
     for part in PARTS:
-        assert once[part] <= counts[part] <= 2 * once[part]
-        if part not in inside:
-            head = part == "norm"  # the head's own norm is kept
-            assert counts[part] == once[part] + (part in parts) * (once[part] - head), part
-    after = Counter(counts)
+        assert forward[part] <= counts[part] <= 2 * forward[part]
+        if part not in nested:
+            head = part == "norm"  # the head's norm is not recomputed
+            again = (part in parts) * (forward[part] - head)
+            assert counts[part] == forward[part] + again, part
+    before_w = Counter(counts)
     stage.backward_weight(0)
-    assert counts == after
+    assert counts == before_w
 
 
-def kept_bytes(config) -> int:
-    stage, batch = stage_of(config)
-    with MemoryWatch() as watch:
-        stage.forward(0, None, batch)
-        kept = watch.live_bytes
-        stage.backward(0, GRAD)
-    return kept
-
-
-def test_what_a_part_made_is_not_kept():
+def test_results_of_recomputed_parts_are_not_saved():
     """Of a layer: t tokens, h = 32, heads 4 (KV 2) of 8, inner 48; routed rows r = 2t of 24, shared
     8; 8 bytes each."""
-    t, h, a, g, d = S * B, 32, 4, 2, 8
-    dense, moe = kept_bytes(configured(False)), kept_bytes(configured(True))
-    saved = {
+    t, h, a, g, d = TOKENS, 32, 4, 2, 8
+    without = {moe: saved_bytes(model_config(moe)) for moe in (False, True)}
+    elements = {
         (False, ("norm",)): 2 * t * h,
         (False, ("qkv",)): t * (a + 2 * g) * d,
         (False, ("attention",)): t * a * d + t * a,
@@ -113,195 +110,158 @@ def test_what_a_part_made_is_not_kept():
         (True, ("activation",)): 2 * t * 24 + t * 8,
         (True, ("norm",)): 2 * t * h,
     }
-    for (with_experts, parts), elements in saved.items():
-        fell = (moe if with_experts else dense) - kept_bytes(configured(with_experts, parts))
-        assert fell >= LAYERS * elements * 8, (with_experts, parts, fell)
-    everything = dense - kept_bytes(configured(False, PARTS[:-1]))
-    elements = 2 * t * h + t * (a + 2 * g) * d + t * a * d + t * a + t * 3 * 48
-    assert everything >= LAYERS * elements * 8
+    dense = [n for (moe, parts), n in elements.items() if not moe and parts != ("activation",)]
+    elements[False, PARTS[:-1]] = sum(dense)
+    for (moe, parts), count in elements.items():
+        difference = without[moe] - saved_bytes(model_config(moe, parts))
+        assert difference >= LAYERS * count * 8, (moe, parts, difference)
+        if parts == ("attention",):
+            assert difference == LAYERS * count * 8
 
 
-@pytest.mark.parametrize("beside", [(), ("norm", "experts")])
+@pytest.mark.parametrize("other_parts", [(), ("norm", "experts")])
 @pytest.mark.parametrize(
-    ("recipe", "dispatch"), [("none", False), ("blockwise", False), ("blockwise", True)]
+    ("recipe", "fp8_dispatch"), [("none", False), ("blockwise", False), ("blockwise", True)]
 )
-def test_permuted_rows_are_not_kept_but_sent_once_more(recipe, dispatch, beside, monkeypatch):
-    """Of a layer r = 2t rows of h = 32: 8 bytes each, in FP8 one and a scale a row; for the same
-    gradients."""
-    counts: Counter[str] = Counter()
-    again = DirectDispatch.redispatch
+def test_permuted_rows_are_sent_again_instead_of_saved(
+    recipe, fp8_dispatch, other_parts, monkeypatch
+):
+    """A layer has r = 2t rows of h = 32: 8 bytes an element, in FP8 one, and a scale per row."""
+    redispatches, original = [], DirectDispatch.redispatch
 
-    def counted(self, x):
-        counts["again"] += 1
-        return again(self, x)
+    def redispatch(self, x):
+        redispatches.append(x)
+        return original(self, x)
 
-    monkeypatch.setattr(DirectDispatch, "redispatch", counted)
-    plain, config = (
-        dataclasses.replace(fp8_model(True, recipe, parts), moe=MoeConfig(fp8_dispatch=dispatch))
-        for parts in (beside, (*beside, "permute"))
-    )
-    kept, grads = held_on(plain, [])
-    assert not counts
-    left, same = held_on(config, [])
-    # what the experts' part would run again from is the rows themselves
-    assert kept - left == LAYERS * 2 * S * B * (
-        32 + 4 if recipe != "none" and not beside else 32 * 8
-    )
-    assert counts["again"] == LAYERS and all(map(torch.equal, grads, same))
-    stage, batch = stage_of(config)
+    monkeypatch.setattr(DirectDispatch, "redispatch", redispatch)
+    moe = MoeConfig(fp8_dispatch=fp8_dispatch)
+    kept = replace(fp8_config(True, recipe, other_parts), moe=moe)
+    recomputed = replace(fp8_config(True, recipe, (*other_parts, "permute")), moe=moe)
+    saved, grads = run_step(kept)
+    assert not redispatches
+    saved_less, same_grads = run_step(recomputed)
+    # A recomputed `experts` is recomputed from the rows in their own dtype.
+    row_bytes = 32 + 4 if recipe != "none" and not other_parts else 32 * 8
+    assert saved - saved_less == LAYERS * 2 * TOKENS * row_bytes
+    assert len(redispatches) == LAYERS and all(map(torch.equal, grads, same_grads))
+    stage, batch = make_stage(recomputed)
     stage.forward(0, None, batch)
     stage.backward_input(0, GRAD)
-    assert counts["again"] == 2 * LAYERS
+    assert len(redispatches) == 2 * LAYERS
     stage.backward_weight(0)
-    assert counts["again"] == 2 * LAYERS, "never in W"
-
-
-def fp8_model(moe: bool, recipe: str, parts=()):
-    """Sizes that FP8 GEMMs admit, in fp64 around them."""
-    config = configured(moe, parts)
-    sizes = {"moe_ffn_hidden_size": 32, "shared_ffn_hidden_size": 16} if moe else {}
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, **sizes),
-        precision=dataclasses.replace(config.precision, fp8=recipe),
-    )
+    assert len(redispatches) == 2 * LAYERS, "W dispatches again"
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 @pytest.mark.parametrize("moe", [False, True])
-def test_operands_in_8_bits_go_with_the_part_they_were_made_of(moe, recipe, monkeypatch):
-    """A byte an element and a scale a row, for each GEMM behind a part; the gradients are those of
-    keeping them."""
-    t = S * B
-    behind = {
+def test_fp8_operands_of_recomputed_parts_are_not_saved(moe, recipe, monkeypatch):
+    """A byte an element and a scale per row, of each GEMM that reads the part; same gradients."""
+    t = TOKENS
+    operand_bytes = {
         ("attention",): t * (4 * 8 + 4),
         ("activation",): 2 * t * (32 + 4) + t * (16 + 4) if moe else t * (48 + 4),
-        # of attention, and of the up-projection (of the shared expert: routed rows stay)
+        # of attention and the up-projection (of the shared expert: routed rows are saved)
         ("norm",): 2 * t * (32 + 4),
     }
-    for parts, num_bytes in behind.items():
-        config = fp8_model(moe, recipe, parts)
-        held, grads = held_on(config, [])
+    for parts, num_bytes in operand_bytes.items():
+        config = fp8_config(moe, recipe, parts)
+        saved, grads = run_step(config)
         with monkeypatch.context() as patch:
             patch.setattr(
-                fp8_recipes, "recomputable", lambda x, fn: tuple(part.clone() for part in fn(x))
+                fp8_recipes, "recomputable", lambda x, fn: tuple(t.clone() for t in fn(x))
             )
-            more, theirs = held_on(config, [])
-        assert more - held == LAYERS * num_bytes, parts
-        assert all(map(torch.equal, grads, theirs)), parts
-
-
-def test_attention_falls_by_exactly_its_output_and_statistics():
-    fell = kept_bytes(configured(False)) - kept_bytes(configured(False, ("attention",)))
-    assert fell == LAYERS * (S * B * 4 * 8 + S * B * 4) * 8
-
-
-def held_on(config, on_host):
-    """Bytes alive after the forward without those on the host, and all gradients after the
-    backward."""
-    stage, batch = stage_of(config)
-    with MemoryWatch() as watch:
-        stage.forward(0, None, batch)
-        kept = watch.live_bytes - sum(copy.num_bytes for copy in on_host)
-        stage.backward_input(0, GRAD)
-        stage.backward_weight(0)
-    return kept, [weight.grad.clone() for phase in stage.phases for weight in phase.parameters()]
+            saved_more, same_grads = run_step(config)
+        assert saved_more - saved == LAYERS * num_bytes, parts
+        assert all(map(torch.equal, grads, same_grads)), parts
 
 
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("parts", [(), ("norm", "activation")])
-def test_offloaded_phases_leave_the_device(parts, moe, monkeypatch):
-    """The same gradients; on the device is what the head keeps, and what is smaller than a
-    tensor."""
+def test_offloaded_activations_leave_the_device(parts, moe, monkeypatch):
+    """With the same gradients; the head's activations stay."""
     copies = weakref.WeakSet()
-    start = HostCopy.__init__
+    original = HostCopy.__init__
 
-    def noted(self, tensor):
-        start(self, tensor)
+    def init(self, tensor):
+        original(self, tensor)
         copies.add(self)
 
-    monkeypatch.setattr(HostCopy, "__init__", noted)
-    kept, grads = held_on(configured(moe, parts), copies)
+    monkeypatch.setattr(HostCopy, "__init__", init)
+    config = model_config(moe, parts)
+    saved, grads = run_step(config, copies)
     assert not copies
     phases = ["attention", *(("dispatch", "experts", "combine") if moe else ("mlp",))]
-    config = configured(moe, parts)
-    config = dataclasses.replace(
-        config, recompute=dataclasses.replace(config.recompute, offload=phases, offload_min_bytes=0)
-    )
-    left, again = held_on(config, copies)
+    recompute = replace(config.recompute, offload=phases, offload_min_bytes=0)
+    saved_on_device, same_grads = run_step(replace(config, recompute=recompute), copies)
     gc.collect()
-    assert not copies, "host buffers are freed"
-    # a BLAS may round by the address of what it reads
-    for one, other in zip(grads, again, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15 * float(other.abs().max()))
-    assert left < 0.35 * kept
+    assert not copies, "host buffers are not freed"
+    # The rounding of a BLAS may depend on the addresses of its operands.
+    for grad, other in zip(grads, same_grads, strict=True):
+        tolerance = 1e-15 * float(other.abs().max())
+        torch.testing.assert_close(grad, other, rtol=1e-14, atol=tolerance)
+    assert saved_on_device < 0.35 * saved
 
 
-class _Saves(torch.autograd.Function):
+class _SaveTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *others):
         ctx.save_for_backward(x, x, *others)
         return x.sum()
 
 
-def test_large_floats_that_are_no_weights_go_to_the_host_once():
+def test_large_floats_other_than_weights_are_offloaded_once():
     phase, x = torch.nn.Linear(4, 8), torch.randn(8, 4, requires_grad=True)
-    policy = ActivationPolicy(host_bytes=8 * 4 * 4)  # as large as x and the weight
+    policy = ActivationPolicy(host_bytes=8 * 4 * 4)  # the size of x and of the weight
     with policy.saving(phase.parameters()) as copies:
-        _Saves.apply(x, phase.weight, torch.arange(100), torch.randn(31))
-    assert [copy.num_bytes for copy in copies] == [8 * 4 * 4]
-    assert torch.equal(copies[0].value(), x) and copies[0].value() is copies[0].value(), (
-        "fetched twice"
-    )
+        _SaveTwice.apply(x, phase.weight, torch.arange(100), torch.randn(31))
+    (copy,) = copies
+    assert copy.num_bytes == 8 * 4 * 4 and torch.equal(copy.value(), x)
+    assert copy.value() is copy.value(), "fetched twice"
 
 
-def test_offloaded_inputs_of_recomputed_layers():
-    full = RecomputeConfig("full")
-    base = dataclasses.replace(configured(False), recompute=full)
-    away = dataclasses.replace(
-        base, recompute=dataclasses.replace(full, offload=["inputs", "mlp"], offload_min_bytes=0)
-    )
-    kept, grads = held_on(base, [])
-    stage, batch = stage_of(away)
+def test_inputs_of_recomputed_layers_are_offloaded():
+    recompute = RecomputeConfig("full")
+    config = replace(model_config(False), recompute=recompute)
+    saved, grads = run_step(config)
+    recompute = replace(recompute, offload=["inputs", "mlp"], offload_min_bytes=0)
+    stage, batch = make_stage(replace(config, recompute=recompute))
     with MemoryWatch() as watch:
         stage.forward(0, None, batch)
         copies = list(stage._in_flight[0].group_inputs.values())
-        left = watch.live_bytes - sum(copy.num_bytes for copy in copies)
-    assert kept - left == len(copies) * S * B * 32 * 8 and len(copies) == 2
+        saved_on_device = watch.live_bytes - sum(copy.num_bytes for copy in copies)
+    assert len(copies) == 2 and saved - saved_on_device == 2 * TOKENS * 32 * 8
     stage.backward(0, GRAD)
-    assert all(
-        map(torch.equal, grads, [w.grad for phase in stage.phases for w in phase.parameters()])
-    )
+    weights = [weight for phase in stage.phases for weight in phase.parameters()]
+    assert all(torch.equal(grad, weight.grad) for grad, weight in zip(grads, weights, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_rotary_tables_are_made_once_a_microbatch(mode, monkeypatch):
-    """By forward, recompute and backward of all layers together, one pair for each base; and they
-    go with them."""
-    made = []
-    of = RotaryTables.of
+def test_rotary_tables_are_computed_once_a_micro_batch(mode, monkeypatch):
+    """One pair for each base, which forward, recomputation and backward of all layers share; freed
+    with the micro-batch."""
+    tables, original = [], RotaryTables.of
 
-    def noted(self, positions):
-        made.append(of(self, positions))
-        return made[-1]
+    def of(self, positions):
+        tables.append(original(self, positions))
+        return tables[-1]
 
-    monkeypatch.setattr(RotaryTables, "of", noted)
-    config = configured(False)
-    model = dataclasses.replace(
-        config.model, num_layers=4, attention_window=5, window_layers=[0, 2], window_rope_theta=50.0
-    )
+    monkeypatch.setattr(RotaryTables, "of", of)
+    window = {"attention_window": 5, "window_layers": [0, 2], "window_rope_theta": 50.0}
+    config = model_config(False, num_layers=4, **window)
     recompute = RecomputeConfig(mode, ["qkv"]) if mode == "selective" else RecomputeConfig(mode)
-    stage, batch = stage_of(dataclasses.replace(config, model=model, recompute=recompute))
+    stage, batch = make_stage(replace(config, recompute=recompute))
     for microbatch in range(2):
         stage.forward(microbatch, None, batch)
-    assert len(made) == 2 * 2
-    assert not torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][0], made[2][0])
-    left = [weakref.ref(table) for tables in made for table in tables]
-    made.clear()
+    assert len(tables) == 2 * 2
+    assert not torch.equal(tables[0][0], tables[1][0])
+    assert torch.equal(tables[0][0], tables[2][0])
+    references = [weakref.ref(table) for pair in tables for table in pair]
+    tables.clear()
     stage.backward(0, GRAD)
-    assert not made and [each() is None for each in left] == 4 * [True] + 4 * [False]
+    assert not tables
+    assert [reference() is None for reference in references] == 4 * [True] + 4 * [False]
     stage.backward_input(1, GRAD)
     stage.backward_weight(1)
-    assert not made and all(each() is None for each in left)
+    assert not tables and all(reference() is None for reference in references)
     stage.evaluate(None, batch)
-    assert len(made) == 2 and "_cache" not in vars(batch)
+    assert len(tables) == 2 and "_cache" not in vars(batch)
