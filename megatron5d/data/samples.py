@@ -81,7 +81,7 @@ def open_samples(
     seed: int = 0,
     num_samples: int | None = None,
     split: str | None = None,
-    part: str = "train",
+    split_name: str = "train",
     cache_dir: str | os.PathLike[str] | None = None,
     unweighted: str = "size",
 ) -> Samples:
@@ -112,11 +112,18 @@ def open_samples(
         has_weights = any(source.weighted for source in parsed)
         by_size = unweighted == "size" and len(parsed) > 1 and not has_weights
         return _megatron_samples(
-            parsed, datasets, seq_len, seed, num_samples, (split, part), folder, by_size=by_size
+            parsed,
+            datasets,
+            seq_len,
+            seed,
+            num_samples,
+            (split, split_name),
+            folder,
+            by_size=by_size,
         )
     streams = []
     for d, dataset in enumerate(datasets):
-        documents = split_range(split, part, dataset.num_documents)
+        documents = split_range(split, split_name, dataset.num_documents)
         # The key includes the index of the dataset, so that a file that is listed twice is not read
         # in the same order.
         key = hash_key(seed, d) if order == "shuffled" else None
@@ -280,7 +287,7 @@ def mixing_weights(sources: Sequence[Source], sizes: Sequence[int], unweighted: 
     return [source.weight for source in sources]
 
 
-def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]:
+def split_range(split: str | None, split_name: str, num_items: int) -> tuple[int, int]:
     """Contiguous range of items that a split string gives to one part.
 
     Args:
@@ -294,18 +301,18 @@ def split_range(split: str | None, part: str, num_items: int) -> tuple[int, int]
     Raises:
         ValueError: the string is not up to three numbers, or gives the part nothing.
     """
-    assert part in PARTS, part
+    assert split_name in PARTS, split_name
     if split is None:
         return 0, num_items
     bounds = [0.0]
     for share in normalized(split_shares(split)):
         bounds.append(bounds[-1] + share)
-    low, high = bounds[PARTS.index(part)], bounds[PARTS.index(part) + 1]
+    low, high = bounds[PARTS.index(split_name)], bounds[PARTS.index(split_name) + 1]
     begin, end = round(low * num_items), round(high * num_items)
     if begin >= end:
         raise ValueError(
-            f"data.split={split!r} gives {part} {end - begin} of {num_items} documents; "
-            f"raise its share to at least 1/{num_items}, or name files in data.{part}"
+            f"data.split={split!r} gives {split_name} {end - begin} of {num_items} documents; "
+            f"raise its share to at least 1/{num_items}, or name files in data.{split_name}"
         )
     return begin, end
 

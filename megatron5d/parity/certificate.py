@@ -114,12 +114,14 @@ def _values_text(difference: dict[str, Any], bf16: bool) -> str:
     relative = _number(difference["relative"], ".1e")
     if position:
         name = f"{name} {list(position)}"
-    got, expected = difference["got"], difference["expected"]
+    actual, expected = difference["got"], difference["expected"]
     values = ""
     if difference["ranks"] and bf16:
-        values = f": {_number(got, '.2g')} away from fp64, one process {_number(expected, '.2g')}"
+        values = (
+            f": {_number(actual, '.2g')} away from fp64, one process {_number(expected, '.2g')}"
+        )
     elif difference["ranks"]:
-        values = f": {_number(got, '.12g')}, in one process {_number(expected, '.12g')}"
+        values = f": {_number(actual, '.12g')}, in one process {_number(expected, '.12g')}"
     return f"{relative:>9}  {name} on rank {difference['rank']}{values}"
 
 

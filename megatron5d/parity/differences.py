@@ -69,33 +69,33 @@ def figure_differences(
     for kind in ("figures", "layers"):
         for step, figures in enumerate(getattr(truth, kind), 1):
             for name, value in figures.items():
-                got = [getattr(record, kind)[step - 1].get(name, inf) for record in records]
+                values = [getattr(record, kind)[step - 1].get(name, inf) for record in records]
                 if isnan(value) and not figures.get("num_targets", 1):
-                    value, got = without_target(got)
+                    value, values = without_target(values)
                 quantity, label = name, f"step {step}"
                 if kind == "layers":
                     quantity, label = "routers", f"{name}, step {step}"
-                yield one_figure(quantity, label, got, value, tolerance, step)
+                yield one_figure(quantity, label, values, value, tolerance, step)
     for step, name, total, value, ranks in hidden_sums(records, truth):
         label = f"{name}, step {step}"
         difference = one_figure(HIDDEN, label, [total], value, tolerance, step)
         yield replace(difference, rank=ranks[0])
 
 
-def without_target(got: list[float]) -> tuple[float, list[float]]:
+def without_target(values: list[float]) -> tuple[float, list[float]]:
     """What to compare of a loss without targets: ranks on which it is NaN, too, are equal."""
-    return 0.0, [0.0 if isnan(value) else inf for value in got]
+    return 0.0, [0.0 if isnan(value) else inf for value in values]
 
 
 def one_figure(
-    quantity: str, name: str, got: list[float], value: float, tolerance: float, step: int
+    quantity: str, name: str, values: list[float], value: float, tolerance: float, step: int
 ) -> Difference:
     """Difference of one figure, given its value on each rank."""
-    off = [abs(figure - value) / (abs(value) or 1.0) for figure in got]
+    off = [abs(figure - value) / (abs(value) or 1.0) for figure in values]
     off = [inf if isnan(distance) else distance for distance in off]
     rank = off.index(max(off))
     ranks = tuple(r for r, distance in enumerate(off) if distance > tolerance)
-    return Difference(quantity, name, off[rank], rank, ranks, (), got[rank], value, step)
+    return Difference(quantity, name, off[rank], rank, ranks, (), values[rank], value, step)
 
 
 def hidden_sums(
@@ -125,9 +125,9 @@ def sample_differences(
         off = []
         for rank, record in enumerate(records):
             dp_rank = grid.group(rank, *DENSE_GROUPS["dp"]).index(rank)
-            expected, got = batches[dp_rank :: sizes.dp], record.samples[step - 1]
-            wrong = sum(a != b for a, b in zip(sum(got, []), sum(expected, [])))
-            off.append(float(wrong) + abs(len(got) - len(expected)))
+            expected, actual = batches[dp_rank :: sizes.dp], record.samples[step - 1]
+            wrong = sum(a != b for a, b in zip(sum(actual, []), sum(expected, [])))
+            off.append(float(wrong) + abs(len(actual) - len(expected)))
         yield one_figure(SAMPLES, f"step {step}", off, 0.0, 0.0, step)
 
 
@@ -195,8 +195,8 @@ def _tensor_difference(
             largest = relative
             element = tuple(map(int, np.unravel_index(int(off.argmax()), off.shape)))
             position = tuple(o + i for o, i in zip(offset, element))
-            got = values[element].item()
-            worst = replace(worst, relative=relative, rank=rank, position=position, got=got)
+            actual = values[element].item()
+            worst = replace(worst, relative=relative, rank=rank, position=position, got=actual)
     if missing.any():
         position = tuple(missing.nonzero()[0].tolist())
         worst = replace(worst, relative=inf, rank=None, position=position, got=nan)
@@ -230,8 +230,8 @@ def differences(
         ordered = {name: tensors[name] for name in truth.specs if name in tensors}
         if step and quantity in ("weight", "momentum"):
             by_rank = [
-                [(name, at, _masked(values, at, noise.get(name))) for name, at, values in held]
-                for held in by_rank
+                [(name, at, _masked(values, at, noise.get(name))) for name, at, values in of_rank]
+                for of_rank in by_rank
             ]
             ordered = {
                 name: _masked(tensor, (0,) * tensor.ndim, noise.get(name))

@@ -86,12 +86,12 @@ def _figures(
     """Differences of the losses, norms and hidden states of every step; routers are not judged."""
     for step, figures in enumerate(truth.figures, 1):
         for name, value in figures.items():
-            got = [record.figures[step - 1].get(name, inf) for record in records]
+            values = [record.figures[step - 1].get(name, inf) for record in records]
             rounded = single.figures[step - 1][name]
             if isnan(value) and isnan(rounded) and not figures["num_targets"]:
                 rounded = 0.0
-                value, got = without_target(got)
-            yield _figure(name, f"step {step}", got, rounded, value, factor, step)
+                value, values = without_target(values)
+            yield _figure(name, f"step {step}", values, rounded, value, factor, step)
     sums = {(step, name): total for step, name, total, _, _ in hidden_sums([single], truth)}
     for step, name, total, value, ranks in hidden_sums(records, truth):
         rounded, label = sums[step, name], f"{name}, step {step}"
@@ -102,14 +102,14 @@ def _figures(
 def _figure(
     quantity: str,
     name: str,
-    got: list[float],
+    values: list[float],
     rounded: float,
     value: float,
     factor: float,
     step: int,
 ) -> Difference:
     divisor = max(abs(rounded / value - 1) if value else 0.0, FIGURE_FLOOR)
-    off = [abs(figure - value) / (abs(value) or 1.0) for figure in got]
+    off = [abs(figure - value) / (abs(value) or 1.0) for figure in values]
     ratios = [_ratio(distance, divisor) for distance in off]
     rank = ratios.index(max(ratios))
     ranks = tuple(r for r, ratio in enumerate(ratios) if ratio > factor)

@@ -182,7 +182,7 @@ def _train_step(
     batches = [sharding(micro_batch(config, rows, torch.tensor(n))) for n in numbers]
     rate = learning_rate(config.optim, step + 1, train.steps)
     samples = StepSamples(step + 1, range(first, first + train.gbs))
-    result = trainer.step(batches, rate, watched=True, where=samples)
+    result = trainer.step(batches, rate, watched=True, samples=samples)
     if result.repeated:
         del record.gradients[-2]
         record.repeats += 1
@@ -266,7 +266,7 @@ def _watch_hidden(model: GPT, config: Config, tp: Axis) -> Callable[[], dict[str
         phase.register_forward_hook(recorder(name))
 
     def take() -> dict[str, float]:
-        sums = {name: sum(parts.values()) for name, parts in totals.items() if parts}
+        sums = {name: sum(shares.values()) for name, shares in totals.items() if shares}
         for by_samples in totals.values():
             by_samples.clear()
         return sums

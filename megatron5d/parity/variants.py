@@ -297,7 +297,7 @@ def _layers(c: Config, world: int) -> Iterator[Change]:
         layers = [len(spec.layers) for spec in stage_specs(layout, m)]
         smallest = min(count for count in layers if count)
         removed = [n - (n > 0) - (n > smallest) for n in layers]
-        change["pipeline.layout"] = [n - less for n, less in zip(layout, removed)]
+        change["pipeline.layout"] = [n - num_removed for n, num_removed in zip(layout, removed)]
         counts = [m.num_layers - sum(removed)]
     if r.num_layers is not None:
         change["recompute.num_layers"] = 1

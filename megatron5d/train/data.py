@@ -75,8 +75,8 @@ def read_sources(config: Config) -> list[tuple[str, str, str, str | None]]:
     sets = [("train", ValidationSet("data.train", data.train, data.split))]
     sets += [("valid", valid) for valid in validation_sets(config).values()]
     return [
-        (key, part, source_of(entry).prefix, split)
-        for part, (key, entries, split) in sets
+        (key, split_name, source_of(entry).prefix, split)
+        for split_name, (key, entries, split) in sets
         for entry in entries
     ]
 
@@ -142,13 +142,13 @@ def without_targets(config: Config) -> list[str]:
     ]
 
 
-def tokens_of_part(dataset: IndexedDataset, split: str | None, part: str) -> int:
+def tokens_of_part(dataset: IndexedDataset, split: str | None, split_name: str) -> int:
     """Tokens of the documents that `data.split` gives to train, valid or test.
 
     Raises:
         ValueError: it gives none, or the index is damaged.
     """
-    begin, end = split_range(split, part, dataset.num_documents)
+    begin, end = split_range(split, split_name, dataset.num_documents)
     return dataset.document_start(end) - dataset.document_start(begin)
 
 
@@ -242,7 +242,7 @@ def valid_loader(config: Config, mesh: Mesh, valid: ValidationSet, *, reads: boo
 
 
 def _samples(
-    config: Config, entries: list[str], split: str | None, part: str, order: str, count: int
+    config: Config, entries: list[str], split: str | None, split_name: str, order: str, count: int
 ) -> Samples:
     data = config.data
     return open_samples(
@@ -252,7 +252,7 @@ def _samples(
         seed=config.train.seed,
         num_samples=count,
         split=split,
-        part=part,
+        split_name=split_name,
         cache_dir=data.cache_dir,
         unweighted=data.weights,
     )

@@ -59,7 +59,7 @@ class Guard:
         grad_norm: float,
         share: Tensor,
         num_targets: int,
-        where: StepSamples | None,
+        samples: StepSamples | None,
     ) -> str | None:
         """Why this step makes no update; None if it does.
 
@@ -84,8 +84,8 @@ class Guard:
         elif not usable:
             reason = f"loss = {loss:.6g}, grad_norm = {grad_norm:.6g}; {self._origin(share)}"
         self.in_a_row += 1
-        problem = f"{reason}, in {where}" if where else reason
-        skip_it = f"skip it with data.skip_steps{f'=[{where.step}]' if where else ''}"
+        problem = f"{reason}, in {samples}" if samples else reason
+        skip_it = f"skip it with data.skip_steps{f'=[{samples.step}]' if samples else ''}"
         if not usable and config.on_nonfinite == "stop":
             causes = "lower optim.lr or optim.clip, continue from an earlier checkpoint, "
             raise FloatingPointError(

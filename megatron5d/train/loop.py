@@ -231,11 +231,11 @@ def _steps(
             # train: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens; none in data.skip_steps
             first = loader.consumed_samples
             batches = next(loader)
-            where = StepSamples(progress.step + 1, range(first, loader.consumed_samples))
-            lr = learning_rate(config.optim, where.step, train.steps, schedule)
-            watched = progress.step == 0 or _is_due(where.step, config.moe.log_every)
+            step_samples = StepSamples(progress.step + 1, range(first, loader.consumed_samples))
+            lr = learning_rate(config.optim, step_samples.step, train.steps, schedule)
+            watched = progress.step == 0 or _is_due(step_samples.step, config.moe.log_every)
             with step_context() if batches else nullcontext():
-                result = run.trainer.step(batches, lr, bool(stop), watched, where)
+                result = run.trainer.step(batches, lr, bool(stop), watched, step_samples)
                 reporter.stop_clock()  # before the profiler writes
             _advance(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
             stopped, at_end = result.stop, progress.step == last

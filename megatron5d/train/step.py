@@ -107,7 +107,7 @@ class Trainer:
         lr: float,
         stop: bool = False,
         watched: bool = False,
-        where: StepSamples | None = None,
+        samples: StepSamples | None = None,
     ) -> StepResult:
         """Runs forward and backward of all micro-batches, and updates the weights once.
 
@@ -116,7 +116,7 @@ class Trainer:
                 list skips the step without any computation.
             stop: this rank was asked to stop; the step's reduction tells all ranks.
             watched: collect figures of the routers by layer.
-            where: the step's number and samples, for messages.
+            samples: the step's number and samples, for messages.
 
         Raises:
             FloatingPointError: the guard stops the run.
@@ -131,7 +131,7 @@ class Trainer:
         """
         if not batches:
             losses = {term.name: math.nan for term in self.terms}
-            reason = f"data.skip_steps skips {where}"
+            reason = f"data.skip_steps skips {samples}"
             return StepResult(losses, math.nan, 0, stop=False, skipped=reason)
         if self.send_capacity is not None:
             self.send_capacity.start_step()
@@ -140,7 +140,7 @@ class Trainer:
         while result is None:
             sums, runs = self.accumulate(batches, watched), runs + 1
             self.sync.finish_reduce()  # owned slices now hold the mean gradient
-            result = self._agree(sums, stop, imbalance_of(batches), where)
+            result = self._agree(sums, stop, imbalance_of(batches), samples)
         result = replace(result, repeated=runs > 1)
         if result.skipped is None:
             self.optimizer.step(lr, clip_coefficient(result.grad_norm, self.clip))
@@ -152,7 +152,7 @@ class Trainer:
         return result
 
     def _agree(
-        self, sums: torch.Tensor, stop: bool, cp_balance: float, where: StepSamples | None
+        self, sums: torch.Tensor, stop: bool, cp_balance: float, samples: StepSamples | None
     ) -> StepResult | None:
         """The step's figures from each rank's share of them; None = the step must be repeated.
 
@@ -192,7 +192,7 @@ class Trainer:
             cp_balance=balance_sum / self.mesh["world"].size,
             zero_exposed_s=self.sync.weights.exposure.take(),
             bubble=self.pipeline.take_bubble(),
-            skipped=self.guard.refuses(losses["loss"], grad_norm, sums, num_targets, where),
+            skipped=self.guard.refuses(losses["loss"], grad_norm, sums, num_targets, samples),
         )
 
     def accumulate(self, batches: Sequence[MicroBatch], watched: bool = False) -> torch.Tensor:

@@ -22,7 +22,7 @@ def run(options: argparse.Namespace, config: Config) -> int:
         if cluster.architecture.startswith("sm_")
         else 0
     )
-    kernels = names_of(config, capability, here=False) if capability else {}
+    kernels = names_of(config, capability, on_this_gpu=False) if capability else {}
     if options.json:
         record = {
             "world": options.world,
@@ -34,5 +34,5 @@ def run(options: argparse.Namespace, config: Config) -> int:
     else:
         print(cost.table(cluster))
         if kernels:
-            print(choice_text(config, capability, here=False))
+            print(choice_text(config, capability, on_this_gpu=False))
     return 0

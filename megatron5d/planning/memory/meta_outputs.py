@@ -179,8 +179,8 @@ def _normed(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, ...]
     return _rolled(x), x.new_empty(statistics), x.new_empty(statistics)
 
 
-def _normed_backward(dy: Tensor, x: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-    *_, weight, bias, mask = others
+def _normed_backward(dy: Tensor, x: Tensor, *rest_of_args: Any) -> tuple[Tensor | None, ...]:
+    *_, weight, bias, mask = rest_of_args
     return tuple(_rolled(t) if is_needed else None for t, is_needed in zip((x, weight, bias), mask))
 
 
@@ -260,9 +260,9 @@ def _is_simple(func: Any) -> bool:
     schema = func._schema
     if schema.is_mutable:
         aliases = [argument.alias_info for argument in schema.arguments]
-        first, *others = [alias is not None and alias.is_write for alias in aliases]
+        first, *remaining = [alias is not None and alias.is_write for alias in aliases]
         in_place = schema.name.endswith("_") and len(schema.returns) == 1
-        in_place = in_place and first and not any(others)
+        in_place = in_place and first and not any(remaining)
         return in_place and torch.Tag.inplace_view not in func.tags
     untagged = func is torch.ops.aten.floor_divide.default
     return untagged or (torch.Tag.pointwise in func.tags and len(schema.returns) == 1)

@@ -376,26 +376,26 @@ class _Walk:
         """Bytes of a state by kind."""
         if worst is None:
             return Peak()
-        kept = Counter[str]()
+        bytes_by_kind = Counter[str]()
         progress = Counter((stage, *steps) for (stage, _), steps in worst.forward.items())
         for (stage, done, alive), num_microbatches in progress.items():
             key = stage, done, alive
             if key not in self._kept:
                 self._kept[key] = _kept_bytes(self.traces[stage].passes["F"][:done], alive)
             for kind, count in self._kept[key].items():
-                kept[kind] += num_microbatches * count
-        kept[BOUNDARY] -= min(kept[BOUNDARY], worst.shared)
+                bytes_by_kind[kind] += num_microbatches * count
+        bytes_by_kind[BOUNDARY] -= min(bytes_by_kind[BOUNDARY], worst.shared)
 
         stash = worst.stash
-        workspace = worst.total - sum(kept.values()) - stash - worst.messages - worst.units
+        workspace = worst.total - sum(bytes_by_kind.values()) - stash - worst.messages - worst.units
         # The running phase may have freed some of its activations, or W some of the stash.
         freed, workspace = max(0, -workspace), max(0, workspace)
         if worst.action.op == "W":
             freed, stash = max(0, freed - stash), max(0, stash - freed)
-        for kind, count in kept.most_common():
-            kept[kind] -= min(count, freed)
+        for kind, count in bytes_by_kind.most_common():
+            bytes_by_kind[kind] -= min(count, freed)
             freed -= min(count, freed)
-        activations = {kind: count for kind, count in kept.items() if count}
+        activations = {kind: count for kind, count in bytes_by_kind.items() if count}
         return Peak(
             activations,
             stash - freed,
@@ -442,8 +442,8 @@ def _kept_bytes(steps: Sequence[Step], alive: int) -> Counter[str]:
                 change = 0
         if change > 0:
             stack.append((index, change))
-    kept = Counter[str]()
+    bytes_by_kind = Counter[str]()
     for index, count in stack:
         if index < alive:
-            kept[steps[index].kind] += count
-    return kept
+            bytes_by_kind[steps[index].kind] += count
+    return bytes_by_kind

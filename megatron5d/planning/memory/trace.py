@@ -185,10 +185,6 @@ class StageTrace:
         """Whether the stage has no layer and only forwards messages."""
         return all(step.kind == BOUNDARY for step in self.passes["F"])
 
-    def kept(self, op: str = "F") -> int:
-        """Bytes that a pass leaves alive: F until B or I, I until W (negative, if I frees more)."""
-        return sum(step.delta for step in self.passes[op])
-
 
 def empty_trace(message_bytes: int) -> StageTrace:
     """Trace of a stage without phases, which only forwards messages."""

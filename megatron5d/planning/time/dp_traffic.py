@@ -90,8 +90,8 @@ class Sharding:
         saved = self.weight - 1 if self._gathers_fp8 else 0
         dense = expert = 0.0
         for unit in units:
-            dense += (unit.held.dense + unit.held.tied) * self.weight - unit.fp8.dense * saved
-            expert += unit.held.expert * self.weight - unit.fp8.expert * saved
+            dense += (unit.params.dense + unit.params.tied) * self.weight - unit.fp8.dense * saved
+            expert += unit.params.expert * self.weight - unit.fp8.expert * saved
         return dense, expert
 
     def reduced(self, units: Iterable[Unit], *, last: bool = False) -> Transfers:
@@ -147,7 +147,7 @@ class Sharding:
         self, units: Iterable[Unit], *, trained: bool = False
     ) -> list[tuple[Axis, Axis, int]]:
         """(ranks that each own a slice, ranks that own the same slice, elements) by group."""
-        totals = map(sum, zip(*(unit.trained if trained else unit.held for unit in units)))
+        totals = map(sum, zip(*(unit.trained if trained else unit.params for unit in units)))
         return [(*axes, count) for axes, count in zip(self._axes, totals) if count]
 
     def _scatter(self, units: Sequence[Unit], sent: _Sums) -> None:

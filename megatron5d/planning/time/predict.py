@@ -80,12 +80,12 @@ class Estimator:
         sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
         ops = used_ops(program).replace("B", "")  # B keeps nothing
         stages = self.workloads.stages(config, layout, ops)
-        kept = {
+        stored_bytes = {
             op: np.array([sum(unit.passes[op].kept_bytes for unit in units) for units in stages])
             for op in ops
         }
-        stash = kept["F"] + kept["I"] if "I" in ops else 0.0
-        allocated = peak_between_slots(program, kept["F"], stash)
+        stash = stored_bytes["F"] + stored_bytes["I"] if "I" in ops else 0.0
+        allocated = peak_between_slots(program, stored_bytes["F"], stash)
         for rank in range(program.num_ranks):
             local = [stages[stage] for _, stage in program.placement.stages_of(rank)]
             allocated[rank] += sharding.state_bytes(unit for units in local for unit in units)

@@ -219,7 +219,7 @@ class Prices:
             peak = cluster.flops_8bit if gemm.fp8 else cluster.flops
             gemms += share.kernel_s + gemm.flops / (peak * share.gemms) + gemm.num_bytes / memory
         attention = work.core_flops / (cluster.flops * share.attention)
-        return gemms, attention, 2 * work.made_bytes / memory + work.made * share.kernel_s
+        return gemms, attention, 2 * work.made_bytes / memory + work.num_made * share.kernel_s
 
     def stage(
         self, units: Sequence[Unit], op: str, gathered: tuple[float, float] | None = None
@@ -333,9 +333,9 @@ def _stage_costs(
         for op in used_ops(program):
             kinds, a2a[OPS.index(op), stage] = prices.stage(units, op, gathered.get((op, stage)))
             spent[:, OPS.index(op), stage] = [kinds[kind] for kind in KINDS]
-    kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
+    saved_bytes = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
     messages, no_stash = prices.message_seconds(), np.zeros(program.num_stages)
-    return spent, StageCosts(spent.sum(0), a2a, messages, kept, no_stash)
+    return spent, StageCosts(spent.sum(0), a2a, messages, saved_bytes, no_stash)
 
 
 def _waiting(simulation: Simulation, rank: int) -> dict[str, float]:

@@ -68,7 +68,7 @@ class Work:
         gemms: GEMM calls.
         core_flops: of attention between queries, keys and values.
         made_bytes: of tensors that the pass makes.
-        made: number of these tensors.
+        num_made: number of these tensors.
         sent: by axis and collective.
         host_bytes: of tensors copied to the host or back.
         kept_bytes: new on the device after the pass; for a forward, what its backward needs.
@@ -77,7 +77,7 @@ class Work:
     gemms: tuple[Gemm, ...] = ()
     core_flops: float = 0.0
     made_bytes: float = 0.0
-    made: int = 0
+    num_made: int = 0
     sent: Sent = field(default_factory=dict)
     host_bytes: float = 0.0
     kept_bytes: float = 0.0
@@ -100,7 +100,7 @@ class Work:
             tuple(replace(gemm, rows=gemm.rows * sequences) for gemm in self.gemms),
             self.core_flops * sequences,
             self.made_bytes * sequences,
-            self.made,
+            self.num_made,
             sent,
             self.host_bytes * sequences / layers,
             self.kept_bytes * sequences / layers,
@@ -140,7 +140,7 @@ class Unit:
 
     Args:
         passes: op -> its work for one micro-batch.
-        held: number of parameters on this rank.
+        params: number of parameters on this rank, by kind.
         frozen: those that are never updated (optim.freeze).
         fp8: those that are multiplied in FP8.
         read: name -> elements of parameters that other units read, too (the embedding, the head's
@@ -152,7 +152,7 @@ class Unit:
     """
 
     passes: Mapping[str, Work]
-    held: Elements = Elements()
+    params: Elements = Elements()
     frozen: Elements = Elements()
     fp8: Elements = Elements()
     read: Mapping[str, int] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Unit:
     @property
     def trained(self) -> Elements:
         """Number of parameters that are updated."""
-        return Elements(*(held - frozen for held, frozen in zip(self.held, self.frozen)))
+        return Elements(*(total - frozen for total, frozen in zip(self.params, self.frozen)))
 
     def borrowed_elements(self, *, trained: bool = False) -> int:
         """Elements that this unit reads and an earlier one counts; all, or those updated."""
@@ -196,7 +196,7 @@ def total_work(works: Iterable[Work]) -> Work:
         tuple(gemm for work in works for gemm in work.gemms),
         sum(work.core_flops for work in works),
         sum(work.made_bytes for work in works),
-        sum(work.made for work in works),
+        sum(work.num_made for work in works),
         sent,
         sum(work.host_bytes for work in works),
         sum(work.kept_bytes for work in works),
@@ -255,13 +255,13 @@ def count_products(model: nn.Module, counter: Counts) -> None:
 def _count_linear(counter: Counts, gemm, name: str):
     """A counted GEMM of a linear layer: (x, weight), (dy, weight) or (weight, dy, x)."""
 
-    def counted(first, second, *rest):
+    def counted(first, second, *args):
         weight, tokens = (first, second[0]) if name == "weight_grad" else (second, first[0])
         features = weight.shape[1] if name == "forward" else weight.shape[0]
         inputs, outputs = weight.shape if name == "input_grad" else weight.shape[::-1]
         rows, summed = tokens.numel() // features, name == "weight_grad"
         counter.gemms.append(Gemm(rows, inputs, outputs, fp8=is_quantized(weight), summed=summed))
-        return gemm(first, second, *rest)
+        return gemm(first, second, *args)
 
     return counted
 

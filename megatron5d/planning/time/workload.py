@@ -66,11 +66,11 @@ class _Counter(MemoryWatch):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self.ledger, self.gemms = ledger, list[Gemm]()
-        self.made = self.made_bytes = self.host_bytes = self.before = 0
+        self.num_made = self.made_bytes = self.host_bytes = self.before = 0
 
     def _count(self, tensor: Tensor, operation: str) -> None:
         super()._count(tensor, operation)
-        self.made += 1
+        self.num_made += 1
         self.made_bytes += tensor.nbytes
 
     def take(self, core_flops: float) -> Work:
@@ -80,13 +80,13 @@ class _Counter(MemoryWatch):
             tuple(self.gemms),
             core_flops,
             self.made_bytes,
-            self.made,
+            self.num_made,
             dict(self.ledger.totals),
             self.host_bytes,
             new_bytes,
         )
         self.ledger.clear()
-        self.gemms, self.made, self.made_bytes, self.host_bytes = [], 0, 0, 0
+        self.gemms, self.num_made, self.made_bytes, self.host_bytes = [], 0, 0, 0
         return work
 
     def copied(self, num_bytes: int) -> None:
@@ -204,10 +204,10 @@ def _split_embedding(stages: list[list[Unit]], layout: PipelineLayout) -> None:
         unit = units[index]
         tied, is_counted = unit.read[TIED], TIED not in unit.borrowed
         fixed = tied if TIED in unit.fixed else 0
-        held, frozen = unit.held, unit.frozen
+        params, frozen = unit.params, unit.frozen
         units[index] = dataclasses.replace(
             unit,
-            held=held._replace(dense=held.dense - is_counted * tied, tied=tied),
+            params=params._replace(dense=params.dense - is_counted * tied, tied=tied),
             frozen=frozen._replace(dense=frozen.dense - is_counted * fixed, tied=fixed),
             borrowed=unit.borrowed - {TIED},
         )
@@ -313,9 +313,9 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
     readers = Counter(p for of_unit in parameters for p in of_unit)
     units = {}
     for kind, unit, read in zip(kinds, model.units, parameters):
-        own, fixed = read - counted, {p for p in read if state_of(p).frozen}
+        unit_params, fixed = read - counted, {p for p in read if state_of(p).frozen}
         borrowed = frozenset(spec_of(p).name for p in read & counted)
-        counted |= own
+        counted |= unit_params
         works = {
             op: total_work(by_phase[phase] for phase in unit if phase in by_phase)
             for op, by_phase in passes.items()
@@ -325,14 +325,14 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
         units[kind] = Unit(
             works,
-            _elements(own),
-            _elements(own & fixed),
-            _elements(filter(is_quantized, own)),
+            _elements(unit_params),
+            _elements(unit_params & fixed),
+            _elements(filter(is_quantized, unit_params)),
             {spec_of(p).name: p.numel() for p in read if readers[p] > 1},
             borrowed,
             frozenset(spec_of(p).name for p in fixed),
-            _copied(own - fixed),
-            tuple(_matrices(own - fixed, config.optim)),
+            _copied(unit_params - fixed),
+            tuple(_matrices(unit_params - fixed, config.optim)),
         )
     return units
 

@@ -190,14 +190,14 @@ class Profiler:
 
 def table(seconds: Mapping[Mark, float]) -> str:
     """Milliseconds of each kind of phase by pass, then the remaining time; shares of the step."""
-    total, others = sum(seconds.values()), (GATHERING, BETWEEN, END)
-    kinds = {kind for kind, _ in seconds if kind not in others}
+    total, apart = sum(seconds.values()), (GATHERING, BETWEEN, END)
+    kinds = {kind for kind, _ in seconds if kind not in apart}
     header = f"{'ms':<32}" + "".join(f"{kind:>10}" for kind in KINDS) + f"{'sum':>10}{'share':>8}"
     lines = [header]
     for kind in sorted(kinds, key=lambda kind: -_sum_of(kind, seconds)):
         by_pass = [seconds.get((kind, pass_kind), 0.0) for pass_kind in KINDS]
         lines.append(_line(kind, sum(by_pass), total, by_pass))
-    for label in others:
+    for label in apart:
         if (duration := _sum_of(label, seconds)) >= 1e-3 * total:
             lines.append(_line(label, duration, total))
     return "\n".join([*lines, _line("step", total, total)])

@@ -102,8 +102,8 @@ class SlowRanks:
             device, shape = self._run.process.device, (3, self._world.size)
             figures = torch.zeros(shape, dtype=torch.float64, device=device)
             mean = max(self._work_s / self._num_steps, _SHORTEST_S)
-            own = mean, max(self._longest_s, _SHORTEST_S), float(self._longest_step)
-            figures[:, self._world.rank] = torch.tensor(own, dtype=torch.float64)
+            my_times = mean, max(self._longest_s, _SHORTEST_S), float(self._longest_step)
+            figures[:, self._world.rank] = torch.tensor(my_times, dtype=torch.float64)
             self._gathered = all_reduce(figures, self._world).to("cpu", non_blocking=True)
             if figures.is_cuda:
                 self._arrived = torch.cuda.Event()

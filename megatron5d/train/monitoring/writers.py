@@ -47,14 +47,14 @@ class JsonLines:
         if has_content and not (done and any(map(self._is_record, self._lines(path)))):
             self._rename(path)
         lines = self._lines(path)
-        kept = [line for line in lines if self._step_of(line) <= done]
+        written = [line for line in lines if self._step_of(line) <= done]
         path.parent.mkdir(parents=True, exist_ok=True)
         # Truncating needs no space on a disk that may be full.
-        if lines[: len(kept)] == kept and lines:
-            os.truncate(path, sum(map(len, kept)))
+        if lines[: len(written)] == written and lines:
+            os.truncate(path, sum(map(len, written)))
         elif lines:
             temporary = path.with_name(path.name + ".tmp")
-            temporary.write_bytes(b"".join(kept))
+            temporary.write_bytes(b"".join(written))
             os.replace(temporary, path)
         self._file: BinaryIO = self._open()
         self._unwritten: list[bytes] = []  # lines for which there was no space

@@ -45,9 +45,9 @@ def data_faults(config: Config, world: int) -> list[Fault]:
         return [Fault("data-open-files", ("data.train",), reason, fix, True)]
     num_samples = max(1, min(FILE_SAMPLES, TOTAL_SAMPLES // max(1, len(sources))))
     faults = []
-    for key, part, prefix, split in sources:
+    for key, split_name, prefix, split in sources:
         if all(isfile(prefix + suffix) for suffix in (".bin", ".idx")):
-            of_source = _source_faults(config, key, prefix, split, part)
+            of_source = _source_faults(config, key, prefix, split, split_name)
             faults += of_source or _vocabulary_faults(config, key, prefix, num_samples)
     if config.data.tokenizer is not None and exists(config.data.tokenizer):
         faults += _tokenizer_faults(config)
@@ -56,7 +56,7 @@ def data_faults(config: Config, world: int) -> list[Fault]:
 
 
 def _source_faults(
-    config: Config, key: str, prefix: str, split: str | None, part: str
+    config: Config, key: str, prefix: str, split: str | None, split_name: str
 ) -> list[Fault]:
     """Why one pair of .bin and .idx gives no samples."""
     example = f"{key}=[{'NAME ' if key == 'data.valid_sets' else ''}PREFIX]"
@@ -70,20 +70,22 @@ def _source_faults(
         return []  # a check reports it
     is_megatron = config.data.order == "megatron"
     try:
-        split_range(split, part, dataset.num_sequences if is_megatron else dataset.num_documents)
+        split_range(
+            split, split_name, dataset.num_sequences if is_megatron else dataset.num_documents
+        )
     except ValueError as error:
         keys, reason = (key, "data.split"), f"{prefix}: {error}"
         return [Fault("data-split-part", keys, reason, "data.split=null", True)]
     if is_megatron:
         return []  # it joins epochs, so that few tokens suffice for any sample
     try:
-        tokens, seq_len = tokens_of_part(dataset, split, part), sample_len(config)
+        tokens, seq_len = tokens_of_part(dataset, split, split_name), sample_len(config)
     except ValueError as error:
         return [damaged(f"{key}: {error}", local=True)]
     if tokens > seq_len:
         return []
     length_key = "data.sample_len" if config.data.sample_len else "train.seq_len"
-    of_split = f"'s part for {part} (data.split = {split})" if split is not None else ""
+    of_split = f"'s part for {split_name} (data.split = {split})" if split is not None else ""
     reason = (
         f"{key}: a sample requires {length_key} + 1 = {seq_len + 1} tokens "
         f"({prefix}{of_split} has {tokens})"

@@ -106,7 +106,7 @@ def _gemm_requests(config: Config, capability: int) -> list[Request]:
     return []
 
 
-def names_of(config: Config, capability: int, here: bool = True) -> dict[str, str]:
+def names_of(config: Config, capability: int, on_this_gpu: bool = True) -> dict[str, str]:
     """What computes each operation of a run: operation -> triton, or a library.
 
     Args:
@@ -114,17 +114,21 @@ def names_of(config: Config, capability: int, here: bool = True) -> dict[str, st
     """
     settings = Settings(**asdict(config.kernels))
     requests = requests_of(config, capability)
-    return {request.operation: provider_name(request, settings, here) for request in requests}
+    return {
+        request.operation: provider_name(request, settings, on_this_gpu) for request in requests
+    }
 
 
-def choice_text(config: Config, capability: int, here: bool = True) -> str:
+def choice_text(config: Config, capability: int, on_this_gpu: bool = True) -> str:
     """Line for the log and the plan about `names_of`, with the same arguments."""
     if not capability:
         return ""
-    names = names_of(config, capability, here)
+    names = names_of(config, capability, on_this_gpu)
     is_measured = all(measured_order(r) is not None for r in requests_of(config, capability))
     source = "as measured" if is_measured else "in the order of docs/kernels.md"
-    choices = ", ".join(f"{way.replace('_', ' ')} {name}" for way, name in names.items())
+    choices = ", ".join(
+        f"{operation.replace('_', ' ')} {name}" for operation, name in names.items()
+    )
     return f"kernels on sm_{capability}, {source}: {choices}"
 
 

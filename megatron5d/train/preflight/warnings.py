@@ -45,8 +45,8 @@ def passed_over(config: Config, checkpoint: Path | None) -> str:
         checkpoint.parent.resolve(),
     ):
         return ""
-    own = f"{checkpoint}, which this job saved before it was restarted"
-    return f"continues from {own}, instead of checkpoint.resume={resume}"
+    newest = f"{checkpoint}, which this job saved before it was restarted"
+    return f"continues from {newest}, instead of checkpoint.resume={resume}"
 
 
 def broken_checkpoints(config: Config) -> list[str]:
@@ -140,12 +140,12 @@ def repeated_validation(config: Config) -> list[str]:
 
 
 def _shares(
-    config: Config, entries: list[str], split: str | None, part: str
+    config: Config, entries: list[str], split: str | None, split_name: str
 ) -> list[tuple[str, float, int]]:
     """(prefix, share of the samples, tokens) of each dataset of a mixture."""
     sources = [source_of(entry) for entry in entries]
     tokens = [
-        tokens_of_part(IndexedDataset(source.prefix, checked=False), split, part)
+        tokens_of_part(IndexedDataset(source.prefix, checked=False), split, split_name)
         for source in sources
     ]
     shares = normalized(mixing_weights(sources, tokens, config.data.weights))

@@ -111,7 +111,13 @@ def test_splits_are_document_ranges(tmp_path, part):
     low, high = {"train": (0, 32), "valid": (32, 38), "test": (38, 40)}[part]
     expected, _ = slow_samples([list(range(5 * d, 5 * d + 5)) for d in range(low, high)], 4, 30, 7)
     samples = open_samples(
-        [prefix], seq_len=4, order="megatron", seed=7, num_samples=30, split="80,15,5", part=part
+        [prefix],
+        seq_len=4,
+        order="megatron",
+        seed=7,
+        num_samples=30,
+        split="80,15,5",
+        split_name=part,
     )
     assert [samples[i].tolist() for i in range(len(expected))] == expected
     # beside the data, by default

@@ -56,7 +56,7 @@ def test_shuffled_depends_on_seed_and_index_alone(prefix):
 def test_split_parts_never_share_a_token(prefix, order):
     seen = []
     for part in ("train", "valid"):
-        samples = open_samples([prefix], seq_len=5, order=order, split="70,30,0", part=part)
+        samples = open_samples([prefix], seq_len=5, order=order, split="70,30,0", split_name=part)
         seen.append(
             {t for i in range(samples.streams[0].samples_per_epoch) for t in samples[i].tolist()}
         )

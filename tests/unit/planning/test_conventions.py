@@ -80,12 +80,12 @@ def median(values) -> float:
 
 
 def test_the_playbooks_sweep():
-    held, seen = errors(OTHERS), errors(FITTED)
+    others, fitted = errors(OTHERS), errors(FITTED)
     print(
-        f"not fitted on: {len(held)} runs, median {median(held):.1%}, signed {statistics.median(held):+.1%}"
+        f"not fitted on: {len(others)} runs, median {median(others):.1%}, signed {statistics.median(others):+.1%}"
     )
-    assert len(SWEEP) > 400 and median(held) < 0.05 and median(seen) < 0.05
-    assert sum(abs(error) < 0.15 for error in held) > 0.9 * len(held)
+    assert len(SWEEP) > 400 and median(others) < 0.05 and median(fitted) < 0.05
+    assert sum(abs(error) < 0.15 for error in others) > 0.9 * len(others)
 
 
 def test_few_runs_took_more_than_they_are_said_to_need():
