@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -142,7 +143,7 @@ class _Part(FirstOrderFunction):
         ctx.save_for_backward(*inputs)
         y = fn(*inputs)
         for index, output in enumerate(_plain_tensors(y if isinstance(y, tuple) else (y,))):
-            _set_origin(output.untyped_storage(), ctx, index)
+            _set_origin(output.untyped_storage(), partial(_recomputed_outputs, ctx), index)
         return y
 
     @staticmethod
@@ -171,12 +172,13 @@ def _recomputed_outputs(ctx) -> tuple[Tensor, ...]:
     return ctx.outputs
 
 
-def _set_origin(storage: torch.UntypedStorage, source: Any, index: int) -> None:
-    """Notes that a storage holds an output of a recomputed part, or of something derived from it.
+Outputs: TypeAlias = Callable[[], tuple[Tensor, ...]]
+"""Recomputes outputs at the first call."""
 
-    A view shares the storage of its base, and so its origin.
-    """
-    storage.origin = source, index  # type: ignore[attr-defined]
+
+def _set_origin(storage: torch.UntypedStorage, outputs: Outputs, index: int) -> None:
+    """Notes which output a storage holds; a view shares the storage of its base."""
+    storage.origin = outputs, index  # type: ignore[attr-defined]
 
 
 def _inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
@@ -194,19 +196,15 @@ def _plain_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 class _Placeholder:
     """Saved instead of a tensor that is a view of a recomputed output."""
 
-    __slots__ = ("source", "index", "geometry")
+    __slots__ = ("outputs", "index", "geometry")
 
-    def __init__(self, origin: tuple[Any, int], tensor: Tensor) -> None:
-        self.source, self.index = origin
+    def __init__(self, origin: tuple[Outputs, int], tensor: Tensor) -> None:
+        self.outputs, self.index = origin
         self.geometry = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def value(self) -> Tensor:
-        outputs = (
-            self.source.recomputed_outputs()
-            if isinstance(self.source, _Derived)
-            else _recomputed_outputs(self.source)
-        )
-        return _plain_tensors(outputs)[self.index].detach().as_strided(*self.geometry)
+        plain = _plain_tensors(self.outputs())[self.index]
+        return plain.detach().as_strided(*self.geometry)
 
 
 class _Wrapper:
@@ -245,18 +243,15 @@ def _placeholder_of(tensor: Tensor) -> _Placeholder | _Wrapper | None:
     return None if origin is None else _Placeholder(origin, tensor)
 
 
-class _Derived:
-    """Results of a function of a recomputed tensor, which are recomputed from it."""
+def _derived(source: Source, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> Outputs:
+    """Results of a function of a tensor, which are recomputed from it."""
 
-    def __init__(self, source: Source, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-        self.source, self.fn = source, fn
-        self.outputs: tuple[Tensor, ...] | None = None
+    @cache
+    def outputs() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return fn(_unpack(source))
 
-    def recomputed_outputs(self) -> tuple[Tensor, ...]:
-        if self.outputs is None:
-            with torch.no_grad():
-                self.outputs = self.fn(_unpack(self.source))
-        return self.outputs
+    return outputs
 
 
 def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -269,11 +264,11 @@ def recomputable(x: Tensor, fn: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple
     """
     placeholder, results = _placeholder_of(x), fn(x)
     if placeholder is not None:
-        derived = _Derived(placeholder, fn)
+        outputs = _derived(placeholder, fn)
         for index, result in enumerate(results):
             storage = result.untyped_storage()
             if not hasattr(storage, "origin"):  # x itself, or a view of it, has one
-                _set_origin(storage, derived, index)
+                _set_origin(storage, outputs, index)
     return results
 
 
@@ -285,7 +280,7 @@ def recompute_from(source: Source, fn: Callable[[Tensor], Tensor], y: Tensor) ->
         fn: has no gradient. If it communicates, it does so again.
         y: the only tensor in its storage.
     """
-    _set_origin(y.untyped_storage(), _Derived(source, lambda x: (fn(x),)), 0)
+    _set_origin(y.untyped_storage(), _derived(source, lambda x: (fn(x),)), 0)
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from megatron5d.pipeline_parallel.messages import (
     Message,
     can_limit_sends,
     completed_sends,
+    early_receives,
     flows,
     input_of,
     lockstep_receives,
     output_of,
-    slot_messages,
 )
 from megatron5d.pipeline_parallel.program import Action, Placement, Program, make_program
 from megatron5d.topology.axis import Axis
@@ -112,9 +112,7 @@ class Executor:
             for slot in line
         ]
         self._next_readers = _next_readers(self._slots)
-        self._early_receives = self._receives(
-            messages.receives for messages in slot_messages(program, rank)
-        )
+        self._early_receives = self._receives(early_receives(program, rank))
         # computed at the first run, which needs it
         self._lockstep_receives: Receives | None = None
 

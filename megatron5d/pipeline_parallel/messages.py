@@ -60,14 +60,6 @@ class Message(NamedTuple):
     microbatch: int
 
 
-class SlotMessages(NamedTuple):
-    """One slot with its messages: post the receives, wait for the slot's inputs, run it, send."""
-
-    receives: tuple[Message, ...]
-    slot: Slot
-    sends: tuple[Message, ...]
-
-
 def input_of(program: Program, action: Action) -> Message | None:
     """The message that `action` waits for; None if its input is local or read from the batch."""
     previous = action.stage - 1 if action.op == "F" else action.stage + 1
@@ -93,11 +85,13 @@ def _message(program: Program, action: Action, source: int, destination: int) ->
     )
 
 
-def _inputs(program: Program, slot: Slot) -> list[Message]:
+def inputs_of(program: Program, slot: Slot) -> list[Message]:
+    """The messages that a slot waits for."""
     return [message for action in slot if (message := input_of(program, action))]
 
 
-def _outputs(program: Program, slot: Slot) -> list[Message]:
+def outputs_of(program: Program, slot: Slot) -> list[Message]:
+    """The messages that a slot sends."""
     return [message for action in slot if (message := output_of(program, action))]
 
 
@@ -111,18 +105,15 @@ def flows(program: Program) -> list[Flow]:
     return sorted(unique)
 
 
-def slot_messages(program: Program, rank: int) -> Iterator[SlotMessages]:
-    """Yields the slots of a rank with the receives to post before and the sends to start after
-    each."""
-    line = program.ranks[rank]
-    inputs = [_inputs(program, slot) for slot in line]
-    for position, slot in enumerate(line):
-        window = inputs[position + SLOTS_AHEAD if position else 0 : position + SLOTS_AHEAD + 1]
-        receives = tuple(message for messages in window for message in messages)
-        yield SlotMessages(receives, slot, tuple(_outputs(program, slot)))
+def early_receives(program: Program, rank: int) -> list[list[Message]]:
+    """The receives to post before each slot of a rank, SLOTS_AHEAD slots before their consumer."""
+    inputs = [inputs_of(program, slot) for slot in program.ranks[rank]]
+    first = [message for messages in inputs[: SLOTS_AHEAD + 1] for message in messages]
+    later = inputs[SLOTS_AHEAD + 1 :]
+    return [first, *later, *[[] for _ in inputs]][: len(inputs)]
 
 
-def lockstep_receives(program: Program, rank: int) -> list[tuple[Message, ...]]:
+def lockstep_receives(program: Program, rank: int) -> list[list[Message]]:
     """The receives to post before each slot of a rank when any host may wait for its device.
 
     In rounds, every rank runs its next slot if the inputs have arrived; what the slots of a round
@@ -134,16 +125,16 @@ def lockstep_receives(program: Program, rank: int) -> list[tuple[Message, ...]]:
     while slots := {
         runner: line[position]
         for runner, (line, position) in enumerate(zip(program.ranks, positions))
-        if position < len(line) and arrived.issuperset(_inputs(program, line[position]))
+        if position < len(line) and arrived.issuperset(inputs_of(program, line[position]))
     }:
         for runner in slots:
             positions[runner] += 1
-        sent = [message for slot in slots.values() for message in _outputs(program, slot)]
+        sent = [message for slot in slots.values() for message in outputs_of(program, slot)]
         arrived.update(sent)
         for message in sent:
             if message.flow.destination == rank:
                 receives[positions[rank]].append(message)
-    return [tuple(messages) for messages in receives]
+    return receives
 
 
 def can_limit_sends(program: Program, max_incomplete: int) -> bool:
@@ -160,11 +151,11 @@ def can_limit_sends(program: Program, max_incomplete: int) -> bool:
     arrived: set[Message] = set()
 
     def walk(rank: int) -> Iterator[None]:
-        for messages in slot_messages(program, rank):
-            posted.update(message.flow for message in messages.receives)
-            while not arrived.issuperset(_inputs(program, messages.slot)):
+        for receives, slot in zip(early_receives(program, rank), program.ranks[rank]):
+            posted.update(message.flow for message in receives)
+            while not arrived.issuperset(inputs_of(program, slot)):
                 yield
-            for message in messages.sends:
+            for message in outputs_of(program, slot):
                 arrived.add(message)
                 sent[message.flow] += 1
                 while sent[message.flow] - posted[message.flow] > max_incomplete:

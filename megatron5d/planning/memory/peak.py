@@ -28,9 +28,9 @@ from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.messages import (
     Flow,
     completed_sends,
+    early_receives,
     input_of,
     output_of,
-    slot_messages,
 )
 from megatron5d.pipeline_parallel.program import Action, Program, Slot
 from megatron5d.planning.memory.rank_memory import Peak
@@ -158,26 +158,26 @@ def find_peak(
         moments: receives two moments of every slot: the peak while it runs, and what remains.
     """
     walk = _Walk(program, rank, traces, message_bytes, replay)
-    slots = list(slot_messages(program, rank))
-    readers = _next_readers([messages.slot for messages in slots], traces)
-    for index, (messages, next_reader) in enumerate(zip(slots, readers)):
+    slots = program.ranks[rank]
+    steps = zip(slots, early_receives(program, rank), _next_readers(slots, traces))
+    for index, (slot, receives, next_reader) in enumerate(steps):
         if repeat is not None and repeat.start <= index < repeat.stop:
             if index == repeat.start:
                 walk.skip(repeat)
             if moments is not None:
                 moments += moments[-2 * repeat.length : 2 - 2 * repeat.length or None]
             continue
-        walk.messages += sum(message_bytes[m.flow.boundary] for m in messages.receives)
+        walk.messages += sum(message_bytes[message.flow.boundary] for message in receives)
         # At first, nothing that was sent is known to have arrived.
-        walk.see(messages.slot[0], 0)
+        walk.see(slot[0], 0)
         if replay is not None:
             replay.expect(next_reader)
-        running = [walk.run(action) for action in messages.slot]
+        running = [walk.run(action) for action in slot]
         while running:
             running = [action for action in running if next(action, None) is not None]
         if moments is not None:
             moments.append(walk.take_worst())
-            walk.see(messages.slot[-1], 0)
+            walk.see(slot[-1], 0)
             moments.append(walk.take_worst())
     peaks = moments[::2] if moments else [walk.take_worst()]
     worst = max(peaks, key=lambda moment: moment.total)

@@ -9,11 +9,13 @@ from megatron5d.pipeline_parallel.messages import (
     Flow,
     Message,
     can_limit_sends,
+    early_receives,
     flows,
     input_of,
+    inputs_of,
     lockstep_receives,
     output_of,
-    slot_messages,
+    outputs_of,
 )
 from megatron5d.pipeline_parallel.program import Action
 from megatron5d.pipeline_parallel.registry import build_program, schedule_names
@@ -41,9 +43,8 @@ def by_flow(messages):
 
 @every_program
 def test_both_ends_of_every_flow_agree(program):
-    slots = [list(slot_messages(program, rank)) for rank in range(program.num_ranks)]
-    sends = [[message for slot in line for message in slot.sends] for line in slots]
-    receives = [[message for slot in line for message in slot.receives] for line in slots]
+    sends = [sum((outputs_of(program, slot) for slot in line), []) for line in program.ranks]
+    receives = [sum(early_receives(program, rank), []) for rank in range(program.num_ranks)]
     for rank in range(program.num_ranks):
         assert {message.flow.source for message in sends[rank]} == {rank}
         assert {message.flow.destination for message in receives[rank]} == {rank}
@@ -59,12 +60,12 @@ def test_both_ends_of_every_flow_agree(program):
 @every_program
 def test_receives_are_posted_early_and_few_at_a_time(program):
     for rank in range(program.num_ranks):
-        posted, slots = {}, list(slot_messages(program, rank))
-        for k, messages in enumerate(slots):
-            posted.update(dict.fromkeys(messages.receives, k))
-            for message in filter(None, (input_of(program, action) for action in messages.slot)):
+        posted, line = {}, program.ranks[rank]
+        for k, (receives, slot) in enumerate(zip(early_receives(program, rank), line, strict=True)):
+            posted.update(dict.fromkeys(receives, k))
+            for message in inputs_of(program, slot):
                 assert k - posted.pop(message) == min(k, 2)
-            overlapped = any(len(other.slot) > 1 for other in slots[k : k + 3])
+            overlapped = any(len(other) > 1 for other in line[k : k + 3])
             assert len(posted) <= (4 if overlapped else 2)
         assert not posted
 
@@ -81,9 +82,8 @@ def finishes_with_waiting_hosts(program, receives):
             begun.update(messages)
             while not begun <= posted & sent:
                 yield
-            outputs = set(filter(None, (output_of(program, action) for action in slot)))
-            begun |= outputs
-            sent.update(outputs)
+            begun.update(outputs_of(program, slot))
+            sent.update(outputs_of(program, slot))
 
     walks, progress = [walk(rank) for rank in range(program.num_ranks)], None
     while walks and progress != (progress := (len(posted), len(sent), len(walks))):
@@ -95,12 +95,12 @@ def finishes_with_waiting_hosts(program, receives):
 def test_only_lockstep_lets_hosts_wait_for_their_devices(program):
     ranks = range(program.num_ranks)
     lockstep = [lockstep_receives(program, rank) for rank in ranks]
-    early = [[slot.receives for slot in slot_messages(program, rank)] for rank in ranks]
+    early = [early_receives(program, rank) for rank in ranks]
     assert finishes_with_waiting_hosts(program, lockstep)
     assert not finishes_with_waiting_hosts(program, early)
     for lockstep_line, early_line in zip(lockstep, early):
         assert len(lockstep_line) == len(early_line)
-        assert by_flow(sum(lockstep_line, ())) == by_flow(sum(early_line, ()))
+        assert by_flow(sum(lockstep_line, [])) == by_flow(sum(early_line, []))
 
 
 def test_the_messages_of_a_v_by_hand():
@@ -123,10 +123,10 @@ def test_the_messages_of_a_v_by_hand():
 
 def test_opposite_directions_share_no_flow():
     program = build_program("dualpipe", 4, 8)
-    sends = [slot.sends for rank in range(4) for slot in slot_messages(program, rank)]
+    sends = [outputs_of(program, slot) for line in program.ranks for slot in line]
     directions = [
         {program.direction[microbatch] for microbatch in microbatches}
-        for microbatches in by_flow(sum(sends, ())).values()
+        for microbatches in by_flow(sum(sends, [])).values()
     ]
     assert len(directions) == 12 and all(len(unique) == 1 for unique in directions)
 
