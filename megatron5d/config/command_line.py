@@ -202,7 +202,6 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     _words: argparse.Action | None = None
-    _takes_overrides = False
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -222,7 +221,6 @@ class OptionParser(argparse.ArgumentParser):
             help=FLAGS["--config-dir"].removeprefix("DIR "),
         )
         self.add_words("overrides", nargs="*", metavar="key=value", help="of the configuration")
-        self._takes_overrides = True
 
     # argparse has overloads for namespaces of other types, which no tool passes
     def parse_known_args(  # type: ignore[override]
@@ -238,8 +236,7 @@ class OptionParser(argparse.ArgumentParser):
                 hint = f"; did you mean {similar}?" if similar else ""
                 self.error(f"{word} is not an option{hint}")
         convert: Any = self._words.type or str
-        folders = parsed.config_dir if self._takes_overrides else []
-        words = [f"--config-dir={folder}" for folder in folders]
+        words = [f"--config-dir={folder}" for folder in getattr(parsed, "config_dir", [])]
         words += [*getattr(parsed, self._words.dest), *map(convert, later_words)]
         setattr(parsed, self._words.dest, words)
         return parsed, []

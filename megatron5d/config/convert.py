@@ -74,20 +74,31 @@ def types_of(cls: type) -> dict[str, Any]:
 
 
 @cache
-def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Types of all dotted keys of the configuration, groups included, in the schema's order."""
+def _schema(cls: type = Config, prefix: str = "", path: str = "") -> dict[str, Any]:
+    """(attribute path, type, field) of all dotted keys, groups included."""
     result: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        key, kind = prefix + key_of(field), types_of(cls)[field.name]
-        result[key] = kind
+        key, attribute, kind = prefix + key_of(field), path + field.name, types_of(cls)[field.name]
+        result[key] = attribute, kind, field
         if dataclasses.is_dataclass(kind):
-            result |= keys(typing.cast(type, kind), key + ".")
+            result |= _schema(typing.cast(type, kind), key + ".", attribute + ".")
     return result
+
+
+@cache
+def keys() -> dict[str, Any]:
+    """Types of all dotted keys of the configuration, groups included, in the schema's order."""
+    return {key: kind for key, (_, kind, _) in _schema().items()}
 
 
 def value_of(config: Config, key: str) -> Any:
     """Value of a dotted key, spelled as in YAML."""
     return _getter(key)(config)
+
+
+@cache
+def _getter(key: str) -> operator.attrgetter:
+    return operator.attrgetter(_schema()[key][0])
 
 
 def default_of(key: str) -> Any:
@@ -97,23 +108,7 @@ def default_of(key: str) -> Any:
 
 def described(key: str) -> Key:
     """What the schema says about a dotted key that holds a value."""
-    return _fields(key)[-1].metadata["key"]
-
-
-@cache
-def _getter(key: str) -> operator.attrgetter:
-    return operator.attrgetter(".".join(field.name for field in _fields(key)))
-
-
-@cache
-def _fields(key: str) -> list[dataclasses.Field]:
-    """Fields that lead from the configuration to a dotted key."""
-    cls: Any = Config
-    path = []
-    for name in key.split("."):
-        path.append(next(field for field in dataclasses.fields(cls) if key_of(field) == name))
-        cls = types_of(cls)[path[-1].name]
-    return path
+    return _schema()[key][2].metadata["key"]
 
 
 @cache
@@ -129,7 +124,7 @@ def group_names() -> list[str]:
 
 def kind_of(key: str) -> type:
     """Type of a dotted key without None: int, float, bool, str or list; or a dataclass."""
-    kind = _without_none(keys()[key])
+    kind = _without_none(_schema()[key][1])
     return typing.cast(type, typing.get_origin(kind) or kind)
 
 

@@ -9,28 +9,31 @@ MAX_DEPTH = 100
 MAX_BYTES = 256 << 20  # the largest files, tokenizer.json of big vocabularies, have 40 MB
 
 
-def read_json(file: Path, kind: type = dict, max_bytes: int = MAX_BYTES) -> Any:
-    """Reads a JSON file of plain values.
-
-    Args:
-        kind: of the outermost value, dict or list.
-        max_bytes: a larger file is refused unread.
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON file of an object.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is too large, not JSON, nested too deep, or not of this kind; names the file.
+        ValueError: it is too large, not JSON, nested too deep, or no object; names the file.
     """
     size = file.stat().st_size
-    if size > max_bytes:
-        raise ValueError(f"{file} has {size:,} bytes; files of its kind have at most {max_bytes:,}")
+    if size > MAX_BYTES:
+        raise ValueError(f"{file} has {size:,} bytes; files of its kind have at most {MAX_BYTES:,}")
     try:
-        return parse_json(file.read_bytes(), kind)
+        return parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def parse_json(text: str | bytes, kind: type = dict) -> Any:
-    """Value of a JSON text; raises as `read_json`, without the file."""
+    """Value of a JSON text.
+
+    Args:
+        kind: of the outermost value, dict or list.
+
+    Raises:
+        ValueError: it is not JSON, nested too deep, or of another kind.
+    """
     too_deep = ValueError(f"its brackets are nested deeper than {MAX_DEPTH}")
     try:
         value = json.loads(text)

@@ -90,7 +90,7 @@ def splits_heads(c: Config, inner: int) -> bool:
     return a % inner == 0 and (g % inner == 0 or inner % g == 0)
 
 
-def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
+def hidden_from(c: Config) -> int:
     """Sequence length from which attention hides the hops of a ring; 0 without a ring.
 
     The bytes of a hop grow with s. The causal attention that overlaps with it takes
@@ -102,7 +102,7 @@ def hidden_from(c: Config, flops_per_byte: float = FLOPS_PER_BYTE) -> int:
         return 0
     hop_bytes = traffic(c).outer / (outer - 1) * ELEMENT_BYTES[c.precision.dtype]
     flops = (c.train.seq_len / outer) ** 2 * a / inner * head_features(c.model)
-    return ceil(c.train.seq_len * hop_bytes * flops_per_byte / flops)
+    return ceil(c.train.seq_len * hop_bytes * FLOPS_PER_BYTE / flops)
 
 
 @dataclass(frozen=True)

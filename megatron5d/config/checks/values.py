@@ -9,7 +9,7 @@ from megatron5d.config.checks.check import Check, Faults, check, check_id, fault
 from megatron5d.config.convert import default_of, described, kind_of, leaves, spelled, value_of
 from megatron5d.config.derived import STAGE
 from megatron5d.config.errors import alternatives, closest
-from megatron5d.config.key import MAX_INTEGER, Key
+from megatron5d.config.key import MAX_INTEGER
 from megatron5d.config.schema import Config
 
 # Names of values in other code bases -> ours.
@@ -27,47 +27,30 @@ SYNONYMS = {
 }
 
 
-def _number_error(key: Key, value: float, maximum: float) -> str | None:
-    """What a number must be, if it is out of its range."""
+Expected = tuple[str, Any] | None
+"""What a value must be and a legal one; None if it is legal."""
+
+
+def _range_error(name: str, value: float) -> Expected:
+    key, is_integer = described(name), kind_of(name) is int
+    maximum = key.maximum or (MAX_INTEGER if is_integer else inf)
+    # an open bound is no legal value itself
+    inside = 1 if is_integer or default_of(name) is None else default_of(name)
     if key.above is not None and value <= key.above:
-        return f"above {key.above:g}"
+        return f"above {key.above:g}", inside
     if value < key.minimum:
-        return f"at least {key.minimum}"
+        return f"at least {key.minimum}", key.minimum
     if key.below is not None and value >= key.below:
-        return f"below {key.below:g}"
-    return f"at most {maximum}" if value > maximum else None
+        return f"below {key.below:g}", inside
+    return (f"at most {maximum}", maximum) if value > maximum else None
 
 
-def _in_range(name: str) -> Check:
-    key = described(name)
-    maximum = key.maximum or (MAX_INTEGER if kind_of(name) is int else inf)
-
-    @check(name, id=check_id(name))
-    def find(c: Config, world: int) -> Faults:
-        value = value_of(c, name)
-        if value is not None and (expected := _number_error(key, value, maximum)):
-            legal = min(max(value, key.minimum), maximum)
-            if expected.startswith(("above", "below")):  # an open bound is no legal value itself
-                legal = default_of(name)
-                if legal is None or kind_of(name) is int:
-                    legal = 1
-            yield fault(f"{name} must be {expected} (got {value})", f"{name}={spelled(legal)}")
-
-    return find
-
-
-def _one_of(name: str) -> Check:
+def _choice_error(name: str, value: Any) -> Expected:
     choices = described(name).choices
-
-    @check(name, id=check_id(name))
-    def find(c: Config, world: int) -> Faults:
-        value = value_of(c, name)
-        if value not in choices:
-            similar = _most_similar(value, choices)
-            legal = default_of(name) if similar is None else similar
-            yield fault(f"{name} must be {alternatives(choices)} (got {value})", f"{name}={legal}")
-
-    return find
+    if value in choices:
+        return None
+    similar = _most_similar(value, choices)
+    return alternatives(choices), default_of(name) if similar is None else similar
 
 
 def _most_similar(value: Any, choices: Sequence[Any]) -> Any:
@@ -81,38 +64,20 @@ def _most_similar(value: Any, choices: Sequence[Any]) -> Any:
     return SYNONYMS[value] if SYNONYMS.get(value) in choices else closest(value, choices)
 
 
-def _some_of(name: str) -> Check:
+def _list_error(name: str, words: list[str]) -> Expected:
     choices = described(name).choices
-    may_be_empty = default_of(name) == []
-
-    @check(name, id=check_id(name))
-    def find(c: Config, world: int) -> Faults:
-        words = value_of(c, name)
-        legal = set(words) <= set(choices) and (words or may_be_empty)
-        if not legal or ("none" in words and words != ["none"]):
-            similar = {closest(word, choices) for word in words if word != "none"}
-            fix = [word for word in choices if word in similar] or [choices[0]]
-            alone = "none alone or " if "none" in choices else ""
-            names = alternatives(word for word in choices if word != "none")
-            yield fault(
-                f"{name} must be {alone}a list of {names} (got {spelled(words)})",
-                f"{name}={spelled(fix)}",
-            )
-
-    return find
+    is_legal = set(words) <= set(choices) and (words or default_of(name) == [])
+    if is_legal and ("none" not in words or words == ["none"]):
+        return None
+    similar = {closest(word, choices) for word in words if word != "none"}
+    others = alternatives(word for word in choices if word != "none")
+    expected = f"{'none alone or ' if 'none' in choices else ''}a list of {others}"
+    return expected, [word for word in choices if word in similar] or [choices[0]]
 
 
-def _of_form(name: str, is_legal: Callable[[Any], bool], expected: str) -> Check:
-    @check(name, id=check_id(name))
-    def find(c: Config, world: int) -> Faults:
-        value = value_of(c, name)
-        if value is not None and not is_legal(value):
-            yield fault(
-                f"{name} must be {expected} (got {spelled(value)})",
-                f"{name}={spelled(default_of(name))}",
-            )
-
-    return find
+def _form_error(name: str, value: Any) -> Expected:
+    is_legal, expected = FORMS[name]
+    return None if is_legal(value) else (expected, default_of(name))
 
 
 def _is_schedule(text: str) -> bool:
@@ -177,12 +142,26 @@ FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_of(name: str) -> Check | None:
-    kind = kind_of(name)
+    kind, choices = kind_of(name), described(name).choices
     if name in FORMS:
-        return _of_form(name, *FORMS[name])
-    if described(name).choices:
-        return _some_of(name) if kind is list else _one_of(name)
-    return _in_range(name) if kind in (int, float) else None
+        error_of: Callable[[str, Any], Expected] = _form_error
+    elif choices:
+        error_of = _list_error if kind is list else _choice_error
+    elif kind in (int, float):
+        error_of = _range_error
+    else:
+        return None
+
+    @check(name, id=check_id(name))
+    def find(c: Config, world: int) -> Faults:
+        value = value_of(c, name)
+        if value is not None and (error := error_of(name, value)):
+            expected, legal = error
+            yield fault(
+                f"{name} must be {expected} (got {spelled(value)})", f"{name}={spelled(legal)}"
+            )
+
+    return find
 
 
 VALUE_CHECKS = tuple(filter(None, map(_check_of, leaves())))
