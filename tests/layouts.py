@@ -20,7 +20,7 @@ from rank_pool import run_on_pool
 from megatron5d.config.schema import Config, ParallelConfig, PipelineConfig, RecomputeConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
-from megatron5d.optim.sharded_state import decay_of, freezes, scale_of
+from megatron5d.optim.sharded_state import decay_of, is_frozen, scale_of
 from megatron5d.parity.differences import tensor_differences
 from megatron5d.parity.inputs import make_rows, micro_batch, perturb
 from megatron5d.parity.run import train_on_rank
@@ -105,7 +105,7 @@ def _reference_run(config: Config, rows: torch.Tensor, steps: int) -> Outcome:
     weights = {spec.name: whole[: spec.shape[0]].clone().requires_grad_() for spec, whole in pairs}
     o, trained = (
         config.optim,
-        {name: w for name, w in weights.items() if not freezes(specs[name], config.optim)},
+        {name: w for name, w in weights.items() if not is_frozen(specs[name], config.optim)},
     )
     for name in weights.keys() - trained:
         weights[name].requires_grad_(False)

@@ -1,7 +1,7 @@
-"""Muon on one page, for whole tensors of one process: the oracle of the parity tests.
+"""Muon on one page, for whole tensors of one process: the reference of the parity tests.
 
-It knows by name what is fused and what Muon leaves to AdamW, and nothing of the ShardSpecs that the
-real one goes by.
+It finds fused matrices, and those that Muon leaves to AdamW, by name, and so independently of the
+ShardSpecs that the product reads.
 """
 
 from __future__ import annotations
@@ -26,30 +26,29 @@ def newton_schulz(g: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def matrices(name: str, tensor: torch.Tensor, config: Config) -> list[torch.Tensor]:
-    """Views of the matrices that a parameter is made of."""
+    """Views of the matrices of a parameter."""
+    experts = tensor if ".experts." in name else [tensor]
+    return [matrix for rows in experts for matrix in _matrices_of_rows(name, rows, config)]
+
+
+def _matrices_of_rows(name, rows, config):
     m, per_head = config.model, config.optim.muon_per_head
-    if ".experts." in name:
-        return [part for expert in tensor for part in _parts(name, expert, m, per_head)]
-    return _parts(name, tensor, m, per_head)
-
-
-def _parts(name, tensor, m, per_head):
     if name.endswith(".qkv.weight"):
         if per_head:
-            return list(tensor.split(m.head_dim))
+            return rows.split(m.head_dim)
         q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-        return list(tensor.split([q, kv, kv, *([q] if m.attention_gate else [])]))
+        return rows.split([q, kv, kv, *([q] if m.attention_gate else [])])
     if per_head and name.endswith((".q.weight", ".q_up.weight")):
-        return list(tensor.split(m.qk_nope_head_dim + m.qk_rope_head_dim))
+        return rows.split(m.qk_nope_head_dim + m.qk_rope_head_dim)
     if per_head and name.endswith(".kv_up.weight"):
-        return list(tensor.split(m.qk_nope_head_dim + m.v_head_dim))
+        return rows.split(m.qk_nope_head_dim + m.v_head_dim)
     if name.endswith(".up.weight") and m.gated:
-        return [tensor[: len(tensor) // 2], tensor[len(tensor) // 2 :]]
-    return [tensor]
+        return rows.chunk(2)
+    return [rows]
 
 
 class Muon:
-    """Nobody's where optim.name=adamw: `names` is empty then."""
+    """Updates the weights in `names`, which is empty with optim.name=adamw."""
 
     def __init__(
         self,
@@ -60,11 +59,9 @@ class Muon:
     ) -> None:
         excluded = config.optim.muon_exclude if config.optim.name == "muon" else ["*"]
         self.names = {
-            n
-            for n, w in weights.items()
-            if w.ndim > 1
-            and not n.endswith(".bias")
-            and not any(fnmatch(n, glob) for glob in excluded)
+            name
+            for name, weight in weights.items()
+            if weight.ndim > 1 and not any(fnmatch(name, glob) for glob in ("*.bias", *excluded))
         }
         self.weights, self.decay, self.scale, self.config = weights, decay, scale, config
         self.momenta = {name: torch.zeros_like(weights[name]) for name in self.names}
@@ -73,12 +70,13 @@ class Muon:
     def step(self, lr: float) -> None:
         mu, steps = self.config.optim.momentum, self.config.optim.ns_steps
         for name in self.names:
-            w, momentum = self.weights[name], self.momenta[name]
-            momentum.mul_(mu).add_(w.grad)
+            weight, momentum = self.weights[name], self.momenta[name]
+            momentum.mul_(mu).add_(weight.grad)
             rate = lr * self.scale[name]
-            w.mul_(1 - rate * self.decay[name])
-            ahead = w.grad + mu * momentum
-            for part, update in zip(
-                matrices(name, w, self.config), matrices(name, ahead, self.config)
+            weight.mul_(1 - rate * self.decay[name])
+            nesterov = weight.grad + mu * momentum
+            for matrix, update in zip(
+                matrices(name, weight, self.config), matrices(name, nesterov, self.config)
             ):
-                part -= rate * 0.2 * math.sqrt(max(part.shape)) * newton_schulz(update, steps)
+                size = 0.2 * math.sqrt(max(matrix.shape))
+                matrix -= rate * size * newton_schulz(update, steps)

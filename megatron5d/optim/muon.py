@@ -1,6 +1,7 @@
-"""Muon: the update of a matrix is its momentum, orthogonalised. AdamW updates all other parameters.
+"""Muon: the update of a matrix is its orthogonalized momentum. AdamW updates other parameters.
 
-    m ← μ·m + g;   O = NewtonSchulz(g + μ·m);   w ← w·(1 - lr·weight_decay) - lr·0.2·√max(rows, cols)·O
+    m ← μ·m + g;   O = NewtonSchulz(g + μ·m)
+    w ← w·(1 - lr·weight_decay) - lr·0.2·√max(rows, cols)·O
 
 with g the reduced and clipped gradient. A full-rank O has a root mean square of 1/√max(rows, cols),
 so that of every update is 0.2·lr, about the same as AdamW's: both use the same learning rate and
@@ -8,12 +9,12 @@ weight decay.
 
 q, k and v of a fused projection are separate matrices, and so are gate and up (`ShardSpec.stack`)
 and those of each expert; MLA's projections are one matrix each. With optim.muon_per_head each head
-of q, k and v (MLA: of the up-projections) is a matrix of its own. Norms, biases and what
-`optim.muon_exclude` names are updated by AdamW.
+of q, k and v (MLA: of the up-projections) is a matrix of its own. AdamW updates norms, biases and
+what `optim.muon_exclude` names.
 
 The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is
-orthogonalised whole, on one rank, in the dtype of the weights, so the numbers are the same on any
-layout.
+gathered on one rank and orthogonalized there in the dtype of the weights, so the numbers are the
+same on any layout.
 Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982, Moonlight), sections 2.2 and 2.3;
     Kimi K2.
 
@@ -24,15 +25,15 @@ The coefficients enlarge small values quickly (by a⁵ ≈ 485 in five steps) an
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
 A matrix is sharded twice: by tp (experts: etp) into the parameters of several ranks, and each
-parameter by ZeRO into flat slices over the shard axis of its bucket. So two all-to-alls gather it,
-and two send the result back:
+parameter by ZeRO into flat slices over the shard axis of its bucket. Two all-to-alls gather it, and
+two send the result back:
 
-    slices  --shard-->  parameter of one tp rank  --tp-->  whole matrix  --tp-->  --shard-->  slices
+    slices  --shard-->  parameter of one tp rank  --tp-->  matrix  --tp-->  --shard-->  slices
 
 The matrices are assigned to the ranks of shard × tp in rounds of one matrix per rank, largest
-first. So a rank works on 1/(shard·tp) of them, while other ranks work on matrices of about the same
-size, and holds one whole matrix at a time. Ranks that own the same slices (`Bucket.replicate`) all
-do the same work.
+first. A rank thus processes 1/(shard·tp) of them, at the same time as other ranks process matrices
+of about the same size, and holds one gathered matrix at a time. Ranks that own the same slices
+(`Bucket.replicate`) repeat the same work.
 """
 
 import math
@@ -59,50 +60,49 @@ from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import Piece, ShardSpec, spec_of
 
-Work = Callable[[ShardSpec, Tensor], None]  # changes a whole parameter in place
+Transform = Callable[[ShardSpec, Tensor], None]  # changes a gathered parameter in place
 
 
 @dataclass(frozen=True)
-class CutMatrix:
-    """A sharded parameter of two and more dims, and what this rank sends and receives of it."""
+class ShardedMatrix:
+    """A sharded parameter of two or more dims, and how to read and write this rank's slice of
+    it."""
 
     spec: ShardSpec
     shape: tuple[int, ...]  # of the local parameter, the same on every rank of tp
     # flat range of the local parameter that each rank of the shard axis owns
-    shares: list[tuple[int, int]]
-    read: Callable[[], Tensor]  # gives the input for this rank's share, flat
-    write: Callable[[Tensor], None]  # takes the result for this rank's share, flat
+    owned: list[tuple[int, int]]
+    read: Callable[[], Tensor]  # returns the input for this rank's slice, flat
+    write: Callable[[Tensor], None]  # receives the result for this rank's slice, flat
 
-    def share(self, rank: int) -> int:
-        """Returns number of elements that a rank of the shard axis owns."""
-        start, stop = self.shares[rank]
+    def num_owned(self, rank: int) -> int:
+        """Number of elements owned by a rank of the shard axis."""
+        start, stop = self.owned[rank]
         return stop - start
 
     @property
     def numel(self) -> int:
-        """Elements of the local parameter."""
+        """Number of elements of the local parameter."""
         return prod(self.shape)
 
-    def place(self, piece: Piece) -> tuple[slice, ...]:
-        """Returns the index of a piece, of any rank, in the gathered parameter (`whole_shape`)."""
-        first = _rows_of(self.spec)[0] if len(self.spec.shape) > 2 else 0
+    def index_of(self, piece: Piece) -> tuple[slice, ...]:
+        """Index of any rank's piece in the gathered parameter (`gathered_shape`)."""
+        first = _first_dim_range(self.spec)[0] if len(self.spec.shape) > 2 else 0
         offset = (piece.offset[0] - first, *piece.offset[1:])
-        return tuple(slice(o, o + n) for o, n in zip(offset, piece.shape))
+        return tuple(slice(start, start + size) for start, size in zip(offset, piece.shape))
 
 
-def _rows_of(spec: ShardSpec) -> tuple[int, int]:
-    """Returns (start, stop) of the indices of dim 0 that this rank has a part of."""
-    spans = [(piece.offset[0], piece.offset[0] + piece.shape[0]) for piece in spec.pieces]
-    return min((start for start, _ in spans), default=0), max(
-        (stop for _, stop in spans), default=0
-    )
+def _first_dim_range(spec: ShardSpec) -> tuple[int, int]:
+    """Range (start, stop) of the indices of dim 0 in this rank's pieces."""
+    starts = [piece.offset[0] for piece in spec.pieces]
+    stops = [piece.offset[0] + piece.shape[0] for piece in spec.pieces]
+    return min(starts, default=0), max(stops, default=0)
 
 
-def whole_shape(spec: ShardSpec) -> tuple[int, ...]:
-    """Returns the shape of a gathered parameter: the global one, but of experts only those of this
-    rank."""
+def gathered_shape(spec: ShardSpec) -> tuple[int, ...]:
+    """Shape of a gathered parameter: the global one, but with this rank's experts only."""
     *lead, rows, cols = spec.shape
-    first, last = _rows_of(spec)
+    first, last = _first_dim_range(spec)
     return (last - first, rows, cols) if lead else (rows, cols)
 
 
@@ -110,105 +110,104 @@ class MatrixGather:
     """Matrices that are sharded over the same two axes.
 
     Args:
-        matrices: this rank's parts; every rank of both axes has the same matrices.
+        matrices: with this rank's slices; every rank of both axes has the same matrices.
         shard: the shard axis of their buckets.
-        cut: tp; for experts etp.
+        tp: the axis that cuts the parameters; for experts etp.
 
-    Comm: all_gather over `cut` of the matrices' pieces, once.
+    Comm: all_gather over `tp` of the matrices' pieces, once.
     """
 
-    def __init__(self, matrices: Sequence[CutMatrix], shard: Axis, cut: Axis) -> None:
-        self.matrices = sorted(matrices, key=lambda each: (-each.numel, each.spec.name))
-        self.shard, self.cut = shard, cut
-        mine = [
+    def __init__(self, matrices: Sequence[ShardedMatrix], shard: Axis, tp: Axis) -> None:
+        self.matrices = sorted(matrices, key=lambda matrix: (-matrix.numel, matrix.spec.name))
+        self.shard, self.tp = shard, tp
+        local_pieces = [
             [(piece.offset, piece.shape, piece.row) for piece in matrix.spec.pieces]
             for matrix in self.matrices
         ]
+        # the pieces of every rank of tp, by matrix
         self._pieces = {
             matrix.spec.name: [
-                [Piece(tuple(offset), tuple(shape), row) for offset, shape, row in part]
-                for part in parts
+                [Piece(tuple(offset), tuple(shape), row) for offset, shape, row in pieces]
+                for pieces in pieces_by_rank
             ]
-            for matrix, parts in zip(self.matrices, zip(*gather_objects(mine, cut)))
+            for matrix, pieces_by_rank in zip(self.matrices, zip(*gather_objects(local_pieces, tp)))
         }
 
-    def transform(self, work: Work) -> None:
-        """Applies `work` to each whole matrix and gives every rank its part of the result.
+    def apply(self, transform: Transform) -> None:
+        """Transforms each gathered matrix and gives every rank its slice of the result.
 
         Comm: for each round of shard·tp matrices two all_to_alls over `shard` of this rank's
-            shares, and two over `cut`
-        of a local parameter to each rank of it.
+            slices, and two over `tp` of a local parameter to each of its ranks.
         """
-        together = self.shard.size * self.cut.size
-        for start in range(0, len(self.matrices), together):
-            self._round(self.matrices[start : start + together], work)
+        size = self.shard.size * self.tp.size
+        for start in range(0, len(self.matrices), size):
+            self._run_round(self.matrices[start : start + size], transform)
 
-    def _round(self, batch: Sequence[CutMatrix], work: Work) -> None:
-        """Runs one round: up to shard·tp matrices, of which each rank gathers at most one."""
-        size = self.shard.size
-        # those of a rank of `shard`, one per rank of `cut`
-        owned = [batch[rank::size] for rank in range(size)]
-        mine = owned[self.shard.rank]
-        sent_counts = [sum(matrix.share(self.shard.rank) for matrix in each) for each in owned]
-        received_counts = [sum(matrix.share(rank) for matrix in mine) for rank in range(size)]
-        order = [matrix for each in owned for matrix in each]
+    def _run_round(self, batch: Sequence[ShardedMatrix], transform: Transform) -> None:
+        """Transforms up to shard·tp matrices, of which each rank gathers at most one."""
+        size, rank = self.shard.size, self.shard.rank
+        # the matrices of each rank of `shard`, one per rank of `tp`
+        assigned = [batch[i::size] for i in range(size)]
+        local = assigned[rank]
+        sent_counts = [sum(matrix.num_owned(rank) for matrix in group) for group in assigned]
+        received_counts = [sum(matrix.num_owned(i) for matrix in local) for i in range(size)]
+        order = [matrix for group in assigned for matrix in group]
         sent = torch.cat([matrix.read() for matrix in order])
         flat = start_all_to_all(sent, self.shard, sent_counts, received_counts).wait()
         del sent
-        if mine:
-            flat = self._over_cut(mine, flat, work)
-        made = start_all_to_all(flat, self.shard, received_counts, sent_counts).wait()
-        for matrix, part in zip(
-            order, made.split([matrix.share(self.shard.rank) for matrix in order])
-        ):
-            matrix.write(part)
+        if local:
+            flat = self._apply_over_tp(local, flat, transform)
+        results = start_all_to_all(flat, self.shard, received_counts, sent_counts).wait()
+        sizes = [matrix.num_owned(rank) for matrix in order]
+        for matrix, result in zip(order, results.split(sizes)):
+            matrix.write(result)
 
-    def _over_cut(self, mine: Sequence[CutMatrix], flat: Tensor, work: Work) -> Tensor:
-        """Gathers parameters from their slices and applies `work`.
+    def _apply_over_tp(
+        self, local: Sequence[ShardedMatrix], flat: Tensor, transform: Transform
+    ) -> Tensor:
+        """Joins slices to local parameters, and transforms one matrix on each rank of `tp`.
 
         Args:
-            mine: up to one matrix for each rank of `cut`.
+            local: up to one matrix for each rank of `tp`.
             flat: slices of their local parameters, ordered by rank of `shard`, then matrix.
-            work: applied to each whole matrix.
+            transform: applied to each gathered matrix.
 
         Returns:
             The results in the form of `flat`.
         """
-        lengths = [matrix.share(rank) for rank in range(self.shard.size) for matrix in mine]
-        slices = flat.split(lengths)
-        flat = torch.cat([part for k in range(len(mine)) for part in slices[k :: len(mine)]])
-        sent_counts = [matrix.numel for matrix in mine] + [0] * (self.cut.size - len(mine))
-        received_counts = [sent_counts[self.cut.rank]] * self.cut.size
-        parts = start_all_to_all(flat, self.cut, sent_counts, received_counts).wait()
+        ranks = range(self.shard.size)
+        slices = flat.split([matrix.num_owned(rank) for rank in ranks for matrix in local])
+        # From the order (rank, matrix) to (matrix, rank).
+        flat = torch.cat([x for k in range(len(local)) for x in slices[k :: len(local)]])
+        sent_counts = [matrix.numel for matrix in local] + [0] * (self.tp.size - len(local))
+        received_counts = [sent_counts[self.tp.rank]] * self.tp.size
+        parameters = start_all_to_all(flat, self.tp, sent_counts, received_counts).wait()
         del flat, slices
-        if self.cut.rank < len(mine):
-            self._whole(mine[self.cut.rank], parts, work)
-        made = (
-            start_all_to_all(parts, self.cut, received_counts, sent_counts)
-            .wait()
-            .split(sent_counts)
-        )
+        if self.tp.rank < len(local):
+            self._transform_matrix(local[self.tp.rank], parameters, transform)
+        results = start_all_to_all(parameters, self.tp, received_counts, sent_counts).wait()
         by_matrix = [
-            part.split([matrix.share(rank) for rank in range(self.shard.size)])
-            for matrix, part in zip(mine, made)
+            result.split([matrix.num_owned(rank) for rank in ranks])
+            for matrix, result in zip(local, results.split(sent_counts))
         ]
-        return torch.cat([shares[rank] for rank in range(self.shard.size) for shares in by_matrix])
+        return torch.cat([by_rank[rank] for rank in ranks for by_rank in by_matrix])
 
-    def _whole(self, matrix: CutMatrix, parts: Tensor, work: Work) -> None:
-        """Gathers one matrix from the local parameters of all ranks of `cut`, and writes the result
-        over them."""
-        local = parts.view(self.cut.size, *matrix.shape)
-        whole = parts.new_empty(whole_shape(matrix.spec))
-        places = [
-            (matrix.place(piece), local[rank][piece.row : piece.row + piece.shape[0]])
+    def _transform_matrix(
+        self, matrix: ShardedMatrix, parameters: Tensor, transform: Transform
+    ) -> None:
+        """Transforms one matrix, given as the local parameters of all ranks of `tp`, in place."""
+        by_rank = parameters.view(self.tp.size, *matrix.shape)
+        gathered = parameters.new_empty(gathered_shape(matrix.spec))
+        pieces = [
+            (matrix.index_of(piece), by_rank[rank][piece.row : piece.row + piece.shape[0]])
             for rank, pieces in enumerate(self._pieces[matrix.spec.name])
             for piece in pieces
         ]
-        for place, part in places:
-            whole[place] = part
-        work(matrix.spec, whole)
-        for place, part in places:
-            part.copy_(whole[place])
+        for index, rows in pieces:
+            gathered[index] = rows
+        transform(matrix.spec, gathered)
+        for index, rows in pieces:
+            rows.copy_(gathered[index])
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -220,38 +219,40 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
     Args:
         matrices: `[n, rows, cols]`; all arithmetic is in their dtype.
+        steps: iterations of NewtonSchulz.
 
     Returns:
         `[n, rows, cols]`, a new tensor.
     """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]  # the Gram matrix of the short side is smaller
-    x = matrices.mT if tall else matrices
-    # no singular value above 1
+    is_tall = matrices.shape[-2] > matrices.shape[-1]  # the short side has the smaller Gram matrix
+    x = matrices.mT if is_tall else matrices
+    # The Frobenius norm bounds the singular values by 1.
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _EPS)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
 _RMS = 0.2  # root mean square of an update at rate 1, about the same as AdamW's
 
 
-def replace_by_update(spec: ShardSpec, whole: Tensor, steps: int, per_head: bool) -> None:
-    """Replaces each matrix of a whole parameter's momentum by its update at rate 1, in place.
+def replace_by_update(spec: ShardSpec, momentum: Tensor, steps: int, per_head: bool) -> None:
+    """Replaces each matrix of a gathered momentum by its update at rate 1, in place.
 
     Args:
-        whole: `[rows, cols]`, or `[experts, rows, cols]`; `spec.stack` divides the rows into
-            matrices.
-        per_head: `spec.head_rows` divides each of these further.
+        spec: `spec.stack` divides the rows into matrices.
+        momentum: `[rows, cols]`, or `[experts, rows, cols]`.
+        steps: iterations of NewtonSchulz.
+        per_head: `spec.head_rows` divides the matrices further.
     """
-    matrices = whole if whole.ndim == 3 else whole[None]
-    row, heights = 0, spec.stack or (matrices.shape[1],)
+    stack = momentum if momentum.ndim == 3 else momentum[None]
+    row, heights = 0, spec.stack or (stack.shape[1],)
     for height, head in zip(heights, spec.head_rows if per_head and spec.head_rows else heights):
-        matrix = matrices[:, row : row + height].unflatten(1, (-1, head)).flatten(0, 1)
-        scale = _RMS * math.sqrt(max(matrix.shape[1:]))
-        matrix.copy_(orthogonalize(matrix, steps).mul_(scale))
+        matrices = stack[:, row : row + height].unflatten(1, (-1, head)).flatten(0, 1)
+        scale = _RMS * math.sqrt(max(matrices.shape[1:]))
+        matrices.copy_(orthogonalize(matrices, steps).mul_(scale))
         row += height
 
 
@@ -259,11 +260,12 @@ class Muon(SliceOptimizer):
     """Muon on the owned slices of buckets.
 
     Args:
-        buckets: all their parameters are matrices (`takes_muon`).
+        buckets: all their parameters are matrices (`uses_muon`).
         config: momentum, ns_steps, weight_decay, decay_exclude, scales; with offload, master
             weights and momentum stay on the host, and matrices are copied to the device to be
-            orthogonalised.
+            orthogonalized.
         mesh: its tp and etp axes shard the matrices.
+        rounding_seed: as in `SliceOptimizer`.
 
     Comm: as in `MatrixGather`, once.
     """
@@ -278,51 +280,48 @@ class Muon(SliceOptimizer):
         rounding_seed: int | None = None,
     ) -> None:
         super().__init__(buckets, config, rounding_seed)
-        groups: dict[tuple[str, str], tuple[list[CutMatrix], Axis, Axis]] = {}
+        groups: dict[tuple[str, str], tuple[list[ShardedMatrix], Axis, Axis]] = {}
         for state in self.slices:
-            owned = {segment.spec.name: segment for segment in state.segments}
-            for parameter, shares in zip(state.bucket.parameters, state.bucket.shares()):
+            segments = {segment.spec.name: segment for segment in state.segments}
+            for parameter, owned in zip(state.bucket.parameters, state.bucket.shares()):
                 spec, shard = spec_of(parameter), state.bucket.shard
-                cut = mesh["etp" if spec.expert else "tp"]
-                segment = owned.get(spec.name)
-                read, write = (
-                    partial(self._nesterov_momentum, state, segment),
-                    partial(self._apply_update, state, segment),
-                )
-                matrices, _, _ = groups.setdefault((shard.name, cut.name), ([], shard, cut))
-                matrices.append(CutMatrix(spec, tuple(parameter.shape), shares, read, write))
-        # in the same order on every rank, so that no two wait for each other
+                tp, segment = mesh["etp" if spec.expert else "tp"], segments.get(spec.name)
+                read = partial(self._nesterov_momentum, state, segment)
+                write = partial(self._apply_update, state, segment)
+                matrices, _, _ = groups.setdefault((shard.name, tp.name), ([], shard, tp))
+                matrices.append(ShardedMatrix(spec, tuple(parameter.shape), owned, read, write))
+        # Sorted, so that all ranks enter the collectives in the same order.
         self._gathers = [MatrixGather(*groups[key]) for key in sorted(groups)]
         self._rate = 0.0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """Updates as SliceOptimizer does. Comm: `MatrixGather.transform`'s, for each pair of axes
-        that cut matrices."""
-        self._take_grads(scale)
+        """Updates as SliceOptimizer does.
+
+        Comm: that of `MatrixGather.apply`, for each pair of axes that shard matrices.
+        """
+        self._prepare_grads(scale)
         self.step_count += 1
         self._rate = lr
+        config = self.config
         for state in self.slices:
-            state.moments["momentum"].mul_(self.config.momentum).add_(state.grads)
+            state.moments["momentum"].mul_(config.momentum).add_(state.grads)
+        update = partial(replace_by_update, steps=config.ns_steps, per_head=config.muon_per_head)
         for gather in self._gathers:
-            work = partial(
-                replace_by_update, steps=self.config.ns_steps, per_head=self.config.muon_per_head
-            )
-            gather.transform(work)
+            gather.apply(update)
         self.masters_to_weights()
 
     def allocate_temporaries(self) -> None:
         self.step(0.0)
 
     def _nesterov_momentum(self, state: SliceState, segment: Segment | None) -> Tensor:
-        """Returns g + μ·m of a segment, flat, in the weights' dtype and on their device; empty
+        """Computes g + μ·m of a segment, flat, in the weights' dtype and on their device; empty
         without a segment."""
         weights = state.bucket.weight_slice
         if segment is None:
             return weights.new_empty(0)
         span = slice(*segment.owned)
-        return torch.add(
-            state.grads[span], state.moments["momentum"][span], alpha=self.config.momentum
-        ).to(weights)
+        grads, momentum = state.grads[span], state.moments["momentum"][span]
+        return torch.add(grads, momentum, alpha=self.config.momentum).to(weights)
 
     def _apply_update(self, state: SliceState, segment: Segment | None, update: Tensor) -> None:
         """Applies weight decay and the update to a segment; weights without masters are rounded
@@ -330,12 +329,12 @@ class Muon(SliceOptimizer):
         if segment is None:
             return
         span = slice(*segment.owned)
-        wide = state.master[span].float() if state.rounded else state.master[span]
+        wide = state.master[span].float() if state.is_rounded else state.master[span]
         rate = self._rate * scale_of(segment.spec, self.config.lr_scale)
         if decay := decay_of(segment.spec, self.config):
             wide.mul_(1 - rate * decay)
         wide.add_(update.to(wide.device), alpha=-rate)
-        if state.rounded:
+        if state.is_rounded:
             assert self.rounding_seed is not None
             weights = state.bucket.weight_slice[span]
             store_rounded(wide, weights, segment, self.rounding_seed, self.step_count)

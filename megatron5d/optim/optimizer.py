@@ -1,6 +1,6 @@
-"""The optimiser of a run: AdamW alone, or Muon for matrices and AdamW for the rest (`optim.name`).
+"""The optimizer of a run: AdamW, or Muon for matrices and AdamW for all others (`optim.name`).
 
-Also the gradient norm, every element counted once, and clipping by it.
+Also the gradient norm, which counts every element once, and clipping by it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,120 +11,128 @@ from torch import Tensor
 from megatron5d.config.schema import OptimConfig
 from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim.adamw import AdamW
-from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, takes_muon
+from megatron5d.optim.sharded_state import SliceOptimizer, SliceState, uses_muon
 from megatron5d.topology.mesh import Mesh
 from megatron5d.topology.shard_spec import spec_of
 
-# elements that a CPU adds up at once in float32, within a millionth; a norm of 10⁷ was 0.05 % off
+# Elements that a CPU sums at once in float32, within a millionth; a norm of 10⁷ elements summed at
+# once was 0.05 % off.
 _BLOCK = 1 << 18
 
 
 class Optimizer:
-    """One or two optimisers, each for some of the buckets.
+    """One or two optimizers, each for some of the buckets.
 
     Args:
         name: `optim.name`.
-        parts: the optimisers, together for all buckets of this rank that are not frozen.
+        optimizers: together for all buckets of this rank that are not frozen.
     """
 
-    def __init__(self, name: str, parts: Sequence[SliceOptimizer]) -> None:
-        self.name, self.parts = name, list(parts)
+    def __init__(self, name: str, optimizers: Sequence[SliceOptimizer]) -> None:
+        self.name, self.optimizers = name, list(optimizers)
 
     @property
     def slices(self) -> list[SliceState]:
         """The state of every bucket."""
-        return [state for part in self.parts for state in part.slices]
+        return [state for optimizer in self.optimizers for state in optimizer.slices]
 
     @property
     def step_count(self) -> int:
         """Number of updates made, including those before a resume."""
-        return self.parts[0].step_count if self.parts else 0
+        return self.optimizers[0].step_count if self.optimizers else 0
 
     def step(self, lr: float, scale: float | None = None) -> None:
-        """Makes one update, as SliceOptimizer does. Comm: that of the parts."""
-        for part in self.parts:
-            part.step(lr, scale)
+        """Makes one update, as `SliceOptimizer.step` does.
+
+        Comm: that of the optimizers.
+        """
+        for optimizer in self.optimizers:
+            optimizer.step(lr, scale)
 
     def allocate_temporaries(self) -> None:
-        """Allocates on the meta device what a step needs temporarily, for the memory forecast."""
-        for part in self.parts:
-            part.allocate_temporaries()
+        """Allocates a step's temporary tensors on the meta device, for the memory forecast."""
+        for optimizer in self.optimizers:
+            optimizer.allocate_temporaries()
 
     def weights_to_masters(self) -> None:
-        for part in self.parts:
-            part.weights_to_masters()
+        """Copies the model's weights into the masters, after an import."""
+        for optimizer in self.optimizers:
+            optimizer.weights_to_masters()
 
-    def take_unsaved_masters(self) -> None:
-        """Copies, after a resume, the weights into masters of the same dtype, which are not
-        saved."""
-        for part in self.parts:
-            part.take_unsaved_masters()
+    def restore_unsaved_masters(self) -> None:
+        """Copies, after a resume, the weights into masters of the same dtype, which checkpoints do
+        not contain."""
+        for optimizer in self.optimizers:
+            optimizer.restore_unsaved_masters()
 
     def set_step_count(self, count: int) -> None:
-        for part in self.parts:
-            part.set_step_count(count)
+        """Sets the number of updates made, after a resume."""
+        for optimizer in self.optimizers:
+            optimizer.set_step_count(count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, SliceState]]:
-        """Yields (kind, flat tensor over the owned slice, its slice) of everything that a
-        checkpoint saves."""
-        for part in self.parts:
-            yield from part.tensors()
+        """Yields (kind, flat tensor over the owned slice, its state) for all that a checkpoint
+        saves."""
+        for optimizer in self.optimizers:
+            yield from optimizer.tensors()
 
 
 def build_optimizer(
     buckets: Sequence[Bucket], config: OptimConfig, mesh: Mesh, rounding_seed: int | None = None
 ) -> Optimizer:
-    """Returns the optimiser of a run.
+    """Builds the optimizer of a run.
 
     Args:
-        buckets: of this rank, at least one; `takes_muon` must be the same for all parameters of a
+        buckets: of this rank, at least one; `uses_muon` must be the same for all parameters of a
             bucket.
+        config: of the optimizer.
         mesh: its tp and etp axes shard the matrices.
+        rounding_seed: as in `SliceOptimizer`.
 
     Comm: for Muon as in `MatrixGather`, once.
     """
     buckets = [bucket for bucket in buckets if not bucket.frozen]
-    muon = [bucket for bucket in buckets if takes_muon(spec_of(bucket.parameters[0]), config)]
+    muon = [bucket for bucket in buckets if uses_muon(spec_of(bucket.parameters[0]), config)]
     adamw = [bucket for bucket in buckets if bucket not in muon]
-    parts: list[SliceOptimizer] = [AdamW(adamw, config, rounding_seed)] if adamw else []
+    optimizers: list[SliceOptimizer] = [AdamW(adamw, config, rounding_seed)] if adamw else []
     if muon:
         from megatron5d.optim.muon import Muon
 
-        parts.append(Muon(muon, config, mesh, rounding_seed))
-    return Optimizer(config.name, parts)
+        optimizers.append(Muon(muon, config, mesh, rounding_seed))
+    return Optimizer(config.name, optimizers)
 
 
 def global_square_sum(buckets: Sequence[Bucket]) -> Tensor:
-    """Returns this rank's share of the squared L2 norm of all gradients; the sum over the world is
-    the whole.
+    """This rank's share of the squared L2 norm of all gradients, to be summed over the world.
 
-    To count each element once, a rank adds up only the pieces of which it holds the first copy, and
-    only if it is the first of the ranks that own the same slice.
+    A rank counts only the pieces that it owns (`Bucket.counted_spans`), and only if it is the first
+    of the ranks with the same slice, so that each element counts once.
 
-    Returns fp64 scalar.
+    Returns:
+        fp64 scalar.
     """
     total = torch.zeros((), dtype=torch.float64, device=buckets[0].grads.device)
     for bucket in buckets:
-        if bucket.replicate.rank != 0:
+        if bucket.replicate.rank != 0 or not bucket.counted_spans:
             continue
         grads = bucket.grad_slice
-        if bucket.counted_spans:
-            # in bf16 each norm would be rounded to 8 bits
-            wide = torch.promote_types(grads.dtype, torch.float32)
-            spans = [grads[start:stop] for start, stop in bucket.counted_spans]
-            if grads.is_cpu:
-                parts = (part.to(wide) for span in spans for part in span.split(_BLOCK))
-                total += torch.stack([part.dot(part) for part in parts]).double().sum()
-            else:
-                total += torch.stack(torch._foreach_norm(spans, dtype=wide)).double().square().sum()
+        spans = [grads[start:stop] for start, stop in bucket.counted_spans]
+        # In bf16 each norm would be rounded to 8 bits.
+        wide = torch.promote_types(grads.dtype, torch.float32)
+        if grads.is_cpu:
+            blocks = (block.to(wide) for span in spans for block in span.split(_BLOCK))
+            total += torch.stack([block.dot(block) for block in blocks]).double().sum()
+        else:
+            total += torch.stack(torch._foreach_norm(spans, dtype=wide)).double().square().sum()
     return total
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float | None:
-    """Returns the factor that brings the gradient norm to `max_norm`, with the 1e-6 of torch's
+    """Factor that reduces the gradient norm to `max_norm`, with the 1e-6 of torch's
     `clip_grad_norm_`.
 
     Args:
+        norm: of the gradients.
         max_norm: 0 = no clipping.
 
     Returns:

@@ -19,7 +19,7 @@ from megatron5d.model.block_inputs import DTYPES
 from megatron5d.model.embedding_head import loss_terms
 from megatron5d.model.gpt import GPT
 from megatron5d.optim.optimizer import Optimizer, build_optimizer
-from megatron5d.optim.sharded_state import freezes, takes_muon
+from megatron5d.optim.sharded_state import is_frozen, uses_muon
 from megatron5d.phases.stage import Stage
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
@@ -204,8 +204,8 @@ def build_sync(config: Config, mesh: Mesh, model: GPT) -> GradSync:
         reduce_per_step=p.grad_reduce == "per_step",
         gather_per_step=p.zero3_gather == "per_step",
         gather_format=_gather_format(config),
-        separate=lambda spec: takes_muon(spec, config.optim),
-        frozen=lambda spec: freezes(spec, config.optim),
+        separate=lambda spec: uses_muon(spec, config.optim),
+        frozen=lambda spec: is_frozen(spec, config.optim),
     )
 
 

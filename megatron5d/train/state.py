@@ -263,7 +263,7 @@ def resume(
     refuse_nonfinite(folder, tensors)
     _gather_shares(sync, optimizer)
     progress = Progress(**record["progress"])
-    optimizer.take_unsaved_masters()
+    optimizer.restore_unsaved_masters()
     optimizer.set_step_count(progress.step - progress.skipped)
     sync.start_gather()
     sync.finish_gather()
@@ -362,7 +362,7 @@ def load_weights_of_run(
     tensors = by_key("model", shards) | by_key("optim.master", masters)
     sources = load_tensors(source, tensors, changed, twin=twin_key)
     refuse_nonfinite(source, tensors)
-    optimizer.take_unsaved_masters()
+    optimizer.restore_unsaved_masters()
 
     irrelevant = tuple(
         f"model.{key} "

@@ -90,12 +90,12 @@ def kept_gradients(patch):
 
 
 def unscaled_from_step_2(patch):
-    original = sharded_state.SliceOptimizer._take_grads
+    original = sharded_state.SliceOptimizer._prepare_grads
 
     def take(self, scale):
         original(self, None if self.step_count and self.slices[0].bucket.shard.size > 1 else scale)
 
-    patch.setattr(sharded_state.SliceOptimizer, "_take_grads", take)
+    patch.setattr(sharded_state.SliceOptimizer, "_prepare_grads", take)
 
 
 def norm_of_all_ranks(patch):

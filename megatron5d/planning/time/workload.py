@@ -25,8 +25,8 @@ from megatron5d.kernels.dispatch import statistics_dtype
 from megatron5d.model.embedding_head import TIED, loss_terms
 from megatron5d.model.gpt import GPT, is_recomputed
 from megatron5d.model.partition import StageSpec, full_model
-from megatron5d.optim.muon import replace_by_update, whole_shape
-from megatron5d.optim.sharded_state import takes_muon
+from megatron5d.optim.muon import gathered_shape, replace_by_update
+from megatron5d.optim.sharded_state import uses_muon
 from megatron5d.phases.offload import COPY_CALLBACK
 from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Pass, Stage
@@ -392,8 +392,8 @@ def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterato
     """Matrices that Muon updates, with their iterations; exclusions must not name single layers."""
     for parameter in parameters:
         spec = spec_of(parameter)
-        if takes_muon(spec, optim):
-            full = torch.empty(whole_shape(spec), dtype=parameter.dtype, device="meta")
+        if uses_muon(spec, optim):
+            full = torch.empty(gathered_shape(spec), dtype=parameter.dtype, device="meta")
             with _IterationCounter(Ledger()) as counter:
                 replace_by_update(spec, full, optim.ns_steps, optim.muon_per_head)
             yield Matrix(parameter.numel(), spec.expert, counter.take(0.0))

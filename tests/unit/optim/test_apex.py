@@ -1,39 +1,25 @@
-"""NVIDIA apex's FusedAdam where it is installed: here another stands for it, with its interface and
-its limits."""
+"""NVIDIA apex's FusedAdam if it is installed; here a class with its interface and limits stands
+for it."""
 
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from optimizer_buckets import new_bucket, resumed, seeded
 
 from megatron5d.config.schema import OptimConfig
-from megatron5d.data_parallel.bucket import Bucket
 from megatron5d.optim import adamw
 from megatron5d.optim.adamw import AdamW, FusedAdamW
-from megatron5d.topology.axis import Axis
-from megatron5d.topology.shard_spec import ShardSpec, new_parameter, unsharded
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As apex's: the count of steps is the group's, begun by the first step; of its dtypes,
-    float32; no empty group."""
+    """As apex's: groups count steps, beginning with the first one; float32 only; no empty
+    group."""
 
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        adam_w_mode=True,
-        weight_decay=0.0,
-        amsgrad=False,
-    ):
-        assert bias_correction and adam_w_mode and not amsgrad
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+    def __init__(self, params, lr, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -47,10 +33,9 @@ class FusedAdam(torch.optim.Optimizer):
                 )
                 m.lerp_(p.grad, 1 - beta1)
                 v.lerp_(p.grad.square(), 1 - beta2)
-                unbiased = (v / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
-                p.mul_(1 - lr * group["weight_decay"]).sub_(
-                    lr / (1 - beta1 ** group["step"]) * m / unbiased
-                )
+                denominator = (v / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+                p.mul_(1 - lr * group["weight_decay"])
+                p.sub_(lr / (1 - beta1 ** group["step"]) * m / denominator)
 
 
 @pytest.fixture(autouse=True)
@@ -62,62 +47,51 @@ def apex(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     with monkeypatch.context() as with_gpu:
         with_gpu.setattr(torch.cuda, "is_available", lambda: True)
-        found = adamw.apex_adam()
-    assert found is FusedAdam
-    monkeypatch.setattr(adamw, "apex_adam", lambda: found)
+        assert adamw.apex_adam() is FusedAdam
+    monkeypatch.setattr(adamw, "apex_adam", lambda: FusedAdam)
 
 
-def bucket_of(dtype):
-    generator, made = torch.Generator().manual_seed(0), []
-    for name, shape in (("a", (7, 5)), ("b", (3,))):
-        p = new_parameter(
-            shape, ShardSpec(name, shape, unsharded(shape), decay=len(shape) > 1), dtype, "cpu"
-        )
-        p.data.copy_(torch.randn(shape, generator=generator))
-        made.append(p)
-    grads = torch.float32 if dtype == torch.bfloat16 else dtype
-    return Bucket(made, Axis("dp_shard_cp"), Axis("dp_replicate"), grads)
-
-
-def used(optimizer):
-    return type(optimizer._optimizer)
-
-
-def weights_after(how, stop, dtype=torch.float32, steps=4, seed=None):
-    """The weights after some steps, the last of which a new optimiser makes with what the old one
-    has saved."""
-    bucket, config = bucket_of(dtype), OptimConfig(weight_decay=0.3, implementation=how)
+def train(implementation, resume_at=None, dtype=torch.float32, seed=None):
+    """The weights after four steps, and the class that updates them."""
+    bucket, config = new_bucket(dtype), OptimConfig(weight_decay=0.3, implementation=implementation)
     optimizer = AdamW([bucket], config, seed)
-    for step in range(steps):
-        if step == stop:
-            old, optimizer = optimizer, AdamW([bucket], config, seed)
-            for (_, tensor, _), (_, saved, _) in zip(
-                optimizer.tensors(), old.tensors(), strict=True
-            ):
-                tensor.copy_(saved)
-            optimizer.set_step_count(step)
-        bucket.grads.copy_(torch.randn(bucket.numel, generator=torch.Generator().manual_seed(step)))
+    for step in range(4):
+        if step == resume_at:
+            optimizer = resumed(optimizer, AdamW([bucket], config, seed))
+        bucket.grads.copy_(seeded(bucket.numel, step))
         optimizer.step(lr=0.1)
-    return bucket.weights.clone(), used(optimizer)
+    return bucket.weights.clone(), type(optimizer._optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stop", [None, 2])
-def test_it_updates_as_torch_does_also_after_a_resume(dtype, stop):
-    ours, kind = weights_after("auto", stop, dtype)
-    truth, plain = weights_after("torch", None, dtype)
-    assert (kind, plain) == (FusedAdam, FusedAdamW)
-    torch.testing.assert_close(ours, truth)
+@pytest.mark.parametrize("resume_at", [None, 2])
+def test_it_updates_like_torch_and_after_a_resume(dtype, resume_at):
+    weights, apex_class = train("auto", resume_at, dtype)
+    expected, torch_class = train("torch", None, dtype)
+    assert (apex_class, torch_class) == (FusedAdam, FusedAdamW)
+    torch.testing.assert_close(weights, expected)
 
 
-def test_it_is_not_asked_for_what_it_cannot_do():
-    assert weights_after("auto", None, torch.float64)[1] is FusedAdamW
-    assert used(AdamW([bucket_of(torch.float32)], OptimConfig(offload=True))) is FusedAdamW
-    for offload, dtype in ((False, torch.float64), (True, torch.float32)):
-        config = OptimConfig(implementation="apex", offload=offload)
-        with pytest.raises(ValueError, match="use optim.implementation=torch"):
-            AdamW([bucket_of(dtype)], config)
+@pytest.mark.parametrize(
+    ("dtype", "offload", "requirement"),
+    [
+        (torch.float64, False, r"precision.dtype=fp32 or bf16 \(got fp64\)"),
+        (torch.float32, True, r"optim.offload=false \(got true\)"),
+    ],
+)
+def test_it_is_not_used_beyond_its_limits(dtype, offload, requirement):
+    optimizer = AdamW([new_bucket(dtype)], OptimConfig(offload=offload))
+    assert type(optimizer._optimizer) is FusedAdamW
+    config = OptimConfig(implementation="apex", offload=offload)
+    with pytest.raises(ValueError, match=f"apex requires {requirement}"):
+        AdamW([new_bucket(dtype)], config)
 
 
-def test_without_master_weights_it_has_nothing_to_do():
-    weights_after("auto", None, torch.bfloat16, seed=1)
+def test_apex_must_be_installed(monkeypatch):
+    monkeypatch.setattr(adamw, "apex_adam", lambda: None)
+    with pytest.raises(ValueError, match="requires a CUDA device and NVIDIA apex"):
+        AdamW([new_bucket()], OptimConfig(implementation="apex"))
+
+
+def test_it_has_nothing_to_update_without_master_weights():
+    assert train("auto", dtype=torch.bfloat16, seed=1)[1] is FusedAdamW
