@@ -170,6 +170,7 @@ def _activation_backward_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     dy = load_float32(dy_ptr + row * dy_stride + column, mask)
+    # The gradient is contiguous; x may be strided.
     dx_ptr += row * (width * (1 + GATED))
     _block_gradient(dy, x_ptr + row * stride, dx_ptr, column, width, mask, GATED, TANH, CLAMPED)
 
@@ -298,6 +299,7 @@ def activation_backward(
         dx = x.detach()
     else:
         dx = x.new_empty(*dy.shape[:-1], x.shape[-1])
+    # Without weights, blocks of a row are independent programs.
     dy_rows, rows, config = rows_of(dy), rows_of(x), _launch_config(kind, x.device)
     num_rows, width = dy_rows.shape
     sizes = (width, dy_rows.stride(0), rows.stride(0))

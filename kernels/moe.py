@@ -128,6 +128,7 @@ def _place_kernel(
     same expert."""
     program = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
+    # All choices of each expert, and those of the programs before this one.
     total = tl.zeros((EXPERTS,), tl.int32)
     next_row = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, programs, ROWS):
@@ -135,6 +136,7 @@ def _place_kernel(
         counts = tl.load(counts_ptr + other * EXPERTS + lane[None, :], other < programs, other=0)
         total += tl.sum(counts, 0)
         next_row += tl.sum(tl.where(other < program, counts, 0), 0)
+    # An expert's rows begin after those of all lower experts.
     begin = tl.cumsum(total, 0) - total
     if program == 0:
         tl.store(offsets_ptr + lane, begin, lane <= num_experts)
@@ -142,6 +144,7 @@ def _place_kernel(
     for start in range(0, BLOCK, ROWS):
         choice = program * BLOCK + start + tl.arange(0, ROWS)
         one_hot = _one_hot(experts_ptr, choice, count, EXPERTS)
+        # A choice follows the earlier choices of its expert, in this block and in this tile.
         row = tl.sum(one_hot * (next_row[None, :] + tl.cumsum(one_hot, 0) - 1), 1)
         tl.store(row_of_choice_ptr + choice, row, choice < count)
         tl.store(choice_of_row_ptr + row, choice, choice < count)
@@ -165,6 +168,7 @@ def _gather_kernel(
     """Copies out[r] = x[token[r]], and row_weights[r] = weights[choice[r]]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # No `other`: lanes outside the mask are not stored either.
     x = tl.load(x_ptr + tl.load(token_ptr + row) * x_stride + column, column < width)
     tl.store(out_ptr + row * width + column, x, column < width)
     if WEIGHTED:
@@ -236,6 +240,7 @@ def _combine(
     n, k = order.row_of_choice.shape
     if not dispatch.runs_triton(rows):
         num_rows = n * k if order.filled is None else len(order.filled) + 1
+        # A choice without a row reads the zeros after the last row.
         if (missing := num_rows - rows.shape[0]) > 0:
             rows = F.pad(rows, (0, 0, 0, missing))
             row_weights = None if row_weights is None else F.pad(row_weights, (0, missing))

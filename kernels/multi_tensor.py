@@ -188,6 +188,7 @@ def _adamw_kernel(
 ):
     """Updates one block; GRAD and COPY are the dtypes of gradients and copies."""
     tensor, index, mask, is_full = _block(chunks_ptr, sizes_ptr, BLOCK)
+    # The table of addresses has a row per column: masters, gradients, both moments, copies.
     addresses_ptr += tensor
     p_ptr = _load_pointer(addresses_ptr, tl.float32, ALIGNED) + index
     g_ptr = _load_pointer(addresses_ptr + num_tensors, GRAD, ALIGNED) + index

@@ -75,6 +75,7 @@ def _forward_kernel(
     WIDTH: tl.constexpr,
 ):
     """Processes ROWS whole rows."""
+    # 64 bits, because a row times its stride may exceed 2³¹.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     row_mask, column_mask = row < num_rows, column < width
@@ -132,6 +133,7 @@ def _backward_kernel(
         rstd = load_float32(rstd_ptr + row, row_mask)[:, None]
         if CENTERED:
             x = tl.where(mask, x - load_float32(mean_ptr + row, row_mask)[:, None], 0.0)
+        # The formulas are at the top of this file.
         normal = x * rstd
         g = dy * weight
         dx = g - normal * (tl.sum(g * normal, 1) / width)[:, None]
@@ -144,10 +146,11 @@ def _backward_kernel(
         dweight += dy * normal
         if HAS_BIAS:
             dbias += dy
-    part = tl.program_id(0).to(tl.int64) * width + column
-    tl.store(dweight_ptr + part, tl.sum(dweight, 0), column_mask)
+    # Row of this program among the partial sums.
+    partial = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(dweight_ptr + partial, tl.sum(dweight, 0), column_mask)
     if HAS_BIAS:
-        tl.store(dbias_ptr + part, tl.sum(dbias, 0), column_mask)
+        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), column_mask)
 
 
 def launch_config(operation: str, x: Tensor, min_width: int = 1) -> dict:
@@ -181,6 +184,7 @@ def norm_forward(
     y = x.new_empty(shape)
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centered else rstd
+    # Without a residual or bias the kernel gets, and does not read, another pointer.
     total, residual_rows = x, x
     if residual is not None:
         total, residual_rows = x.new_empty(x.shape), rows_of(residual)

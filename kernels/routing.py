@@ -63,6 +63,7 @@ def _route_kernel(
     is_used = lane >= num_experts
     slot = tl.arange(0, SLOTS)
     weights = tl.zeros((SLOTS,), tl.float32)
+    # Take the best unused expert, K times.
     for j in tl.static_range(K):
         if FORCED:
             index = tl.load(experts_ptr + row * K + j).to(tl.int32)
@@ -111,8 +112,10 @@ def _route_backward_kernel(
         gradient = tl.where(is_choice, tl.load(dweights_ptr + row * K + j) * scale, gradient)
         is_chosen = is_chosen | is_choice
     if NORMALIZED:
+        # w = s / sum(s): dw/ds of the quotient, for the chosen experts only.
         total = tl.sum(tl.where(is_chosen, scores, 0.0), 0) + 1e-20
         gradient = tl.where(is_chosen, gradient - tl.sum(gradient * scores, 0) / total, 0.0) / total
+    # Through the scores to the logits.
     if KIND == "softmax":
         gradient = scores * (gradient - tl.sum(gradient * scores, 0))
     else:

@@ -46,6 +46,7 @@ def _wide_forward_kernel(
     lane = tl.arange(0, CHUNK)
     lane_mean = tl.zeros((CHUNK,), tl.float32)
     squares = tl.zeros((CHUNK,), tl.float32)
+    # First pass: the statistics.
     for start in range(0, width, CHUNK):
         column = start + lane
         mask = column < width
@@ -60,6 +61,7 @@ def _wide_forward_kernel(
             lane_mean = tl.where(mask, new_mean, lane_mean)
         else:
             squares += x * x
+    # Merge the lanes.
     mean = 0.0
     if CENTERED:
         count = (width - lane + CHUNK - 1) // CHUNK  # columns of this lane
@@ -68,6 +70,7 @@ def _wide_forward_kernel(
         tl.store(mean_ptr + row, mean)
     rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + eps)
     tl.store(rstd_ptr + row, rstd)
+    # Second pass: normalize.
     row_ptr = x_ptr + row * x_stride
     if HAS_RESIDUAL:
         row_ptr = sum_ptr + row * width
@@ -106,7 +109,7 @@ def _wide_backward_kernel(
     CHUNK: tl.constexpr,
 ):
     """Processes many rows, ROWS at a time, and keeps partial sums of dw and db in memory."""
-    part = tl.program_id(0).to(tl.int64) * width
+    partial = tl.program_id(0).to(tl.int64) * width
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = (tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
         row_mask = row < num_rows
@@ -139,9 +142,9 @@ def _wide_backward_kernel(
             if HAS_DSTREAM:
                 dx += load_float32(dstream_ptr + row * dstream_stride + column, mask)
             tl.store(dx_ptr + row * width + column, dx, mask)
-            add_rows(dweight_ptr + part + column, dy * normal, column_mask)
+            add_rows(dweight_ptr + partial + column, dy * normal, column_mask)
             if HAS_BIAS:
-                add_rows(dbias_ptr + part + column, dy, column_mask)
+                add_rows(dbias_ptr + partial + column, dy, column_mask)
 
 
 @jit

@@ -102,6 +102,7 @@ def _fp8_matmul_kernel(
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # One group of 128 columns at a time, the depth at which sums must be promoted.
     for group in range(tl.cdiv(k, GROUP)):
         a = a_desc.load([tile_m * BLOCK_M, group * GROUP])
         b = b_desc.load([tile_n * BLOCK_N, group * GROUP])
@@ -113,6 +114,7 @@ def _fp8_matmul_kernel(
             b_scales, b_strides, tile_n * BLOCK_N, column, n, group, B_ROWS, GROUP
         )
         total = add_scaled(total, product, a_scale, b_scale, A_ROWS, B_ROWS)
+    # Scales of a whole matrix are applied once, at the end.
     if A_ROWS == 0:
         total *= tl.load(a_scales)
     if B_ROWS == 0:
@@ -282,6 +284,7 @@ def _weight_grad_fp8_kernel(
     row = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    # Empty experts have no group, so their sum is zero.
     for group in range(begin, begin + count):
         dy = dy_desc.load([tile_n * BLOCK_N, group * GROUP])
         x = x_desc.load([tile_k * BLOCK_K, group * GROUP])

@@ -35,7 +35,7 @@ from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.norm import launch_config, norm_forward, normalize, scale_and_shift
 from megatron5d.kernels.plain_norm import norm_reference
 
-MAX_WIDTH = 16384  # of rows that a program holds whole; the norm of wider ones is quantized apart
+MAX_WIDTH = 16384  # of the rows that one pass can take; wider ones take two
 
 
 @jit(do_not_specialize=["rows"])  # an expert's number of rows changes with every batch
@@ -62,6 +62,7 @@ def _swiglu_kernel(
     y = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
         y *= load_float32(weights_ptr + row, row < rows)[:, None]
+    # Round as if the result had been stored in its wide dtype.
     y = y.to(gate_up_ptr.dtype.element_ty).to(tl.float32)
     values_ptr += row[:, None] * width + column[None, :]
     scales_ptr += row[:, None] * tl.cdiv(width, GROUP) + group
@@ -129,6 +130,7 @@ def _norm_kernel(
     y = normalize(x, mask, width, eps, mean_ptr + row, rstd_ptr + row, row_mask, CENTERED)
     y = scale_and_shift(y, weight_ptr, bias_ptr, column, column < width, HAS_BIAS)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    # Quantize each group of 128 columns with a separate scale.
     blocks = tl.reshape(y, (ROWS, WIDTH // GROUP, GROUP))
     amax = amax_along(blocks, 2)[:, :, None]
     values, scale = quantize_tile(blocks, amax, values_ptr.dtype.element_ty, POWERS_OF_TWO)

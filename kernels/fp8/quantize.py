@@ -171,6 +171,7 @@ def _quantize_blocks_kernel(
     """Quantizes one 128×128 tile and its transpose, from the tile's own amax or a given one."""
     row_group, column_group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64)
+    # Load the tile in slices, which both forms are stored from.
     x_ptr += matrix * rows * x_stride
     first_row, first_column = row_group * GROUP, column_group * GROUP
     slices = load_slices(x_ptr, x_stride, first_row, first_column, rows, columns, GROUP)
@@ -178,11 +179,13 @@ def _quantize_blocks_kernel(
     wide: tl.tuple = ()
     for j in tl.static_range(16):
         wide += (slices[j].to(tl.float32),)
+    # One scale for the tile, and for its transpose.
     if HAS_AMAX:
         amax = tl.load(amax_ptr)
     else:
         amax = amax_along(amax_along(amax_of_slices(wide), 1), 0)
     scale, factor = scale_and_factor(amax, DTYPE, POWERS_OF_TWO)
+    # Store the tile.
     values_ptr += (matrix * rows + first_row) * columns + first_column
     column, columns_left = tl.arange(0, GROUP)[None, :], (columns - first_column).to(tl.int32)
     scaled: tl.tuple = ()
@@ -191,11 +194,13 @@ def _quantize_blocks_kernel(
         scaled += (wide[j] * factor,)
         mask = (row < rows - first_row) & (column < columns_left)
         tl.store(values_ptr + row * columns + column, scaled[j].to(DTYPE), mask)
+    # Store its transpose.
     transposed_ptr += matrix * columns * transposed_stride + first_row
     count = transposed_stride - first_row
     store_transposed(
         transposed_ptr, scaled, first_column, columns, transposed_stride, count, DTYPE, GROUP
     )
+    # Store the scale: of the tensor once, or of the block in both matrices.
     if HAS_AMAX:
         tl.store(scales_ptr, scale, (row_group == 0) & (column_group == 0))
     else:
@@ -273,6 +278,7 @@ def quantize_blocks(
         x with scales `[..., ceil(rows/128), ceil(columns/128)]`, and xᵀ with those scales
         transposed.
     """
+    # A stack must be contiguous, because the kernel steps over matrices by rows · stride.
     if dispatch.runs_triton(x):
         return launch_blocks(rows_of(x) if x.ndim == 2 else x.contiguous(), dtype, powers_of_two)
     q = quantize_reference(x, GROUP, dtype, powers_of_two)

@@ -130,6 +130,7 @@ def _cast_rows_kernel(
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     values, scale = quantize_tile(x, amax[:, None], DTYPE, POWERS_OF_TWO)
     tl.store(values_ptr + row[:, None] * columns + column[None, :], values, mask)
+    # Every tile of a row computes the row's scale.
     if tl.program_id(0) % tl.cdiv(columns, TILE) == 0:
         tl.store(scales_ptr + row[:, None], scale, (row < rows)[:, None])
 

@@ -107,6 +107,7 @@ def _fp8_transpose_kernel(
 ):
     """Transposes one 128×128 tile."""
     group, column_group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # Rows of this group; with experts, those of the expert that owns it.
     first, last = group * GROUP, rows
     if EXPERTS > 0:
         expert, first, last = expert_of(group, offsets_ptr, num_experts, rows, GROUP, EXPERTS)
@@ -116,6 +117,7 @@ def _fp8_transpose_kernel(
     column_groups = tl.cdiv(columns, GROUP)
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     slices = load_slices(values_ptr, columns, first, column_group * GROUP, last, columns, GROUP)
+    # Requantize the columns, unless values and scale are kept.
     if KEEP_SCALES:
         scale = tl.load(scales_ptr + first * column_groups + column_group)
     else:
@@ -128,6 +130,7 @@ def _fp8_transpose_kernel(
     out_ptr, stride = transposed_ptr + group * GROUP, groups * GROUP
     first_column = column_group * GROUP
     store_transposed(out_ptr, slices, first_column, columns, stride, GROUP, DTYPE, GROUP)
+    # The scales are stored transposed: those of one group are adjacent.
     column = column_group * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(transposed_scales_ptr + group.to(tl.int64) * columns + column, scale, column < columns)
 

@@ -107,6 +107,7 @@ class AdamW(SliceOptimizer):
         # (view of a master, view of its gradient)
         self._grads: list[tuple[Tensor, Tensor]] = []
         self._optimizer = self._build_optimizer()
+        # torch's update scales gradients only in float32.
         is_fp32 = all(
             state.master.dtype == torch.float32 and not state.is_rounded for state in self.slices
         )
@@ -240,6 +241,7 @@ class AdamW(SliceOptimizer):
             self._optimizer.step()
         self.step_count += 1
         self._detach_grads()
+        # Buckets without masters, one at a time because of the wide copy.
         for state in self.slices:
             if state.is_rounded:
                 for lr_scale, owned in self._by_lr_scale([state]).items():

@@ -9,7 +9,7 @@ weight decay.
 
 q, k and v of a fused projection are separate matrices, and so are gate and up (`ShardSpec.stack`)
 and those of each expert; MLA's projections are one matrix each. With optim.muon_per_head each head
-of q, k and v (MLA: of the up-projections) is a matrix of its own. AdamW updates norms, biases and
+of q, k and v (MLA: of the up-projections) is a separate matrix. AdamW updates norms, biases and
 what `optim.muon_exclude` names.
 
 The momentum is kept in slices, in fp32 (fp64 with fp64), like AdamW's moments. Each matrix is
@@ -149,6 +149,7 @@ class MatrixGather:
         # the matrices of each rank of `shard`, one per rank of `tp`
         assigned = [batch[i::size] for i in range(size)]
         local = assigned[rank]
+        # Over shard: slices of every matrix to the rank that it is assigned to.
         sent_counts = [sum(matrix.num_owned(rank) for matrix in group) for group in assigned]
         received_counts = [sum(matrix.num_owned(i) for matrix in local) for i in range(size)]
         order = [matrix for group in assigned for matrix in group]
@@ -157,6 +158,7 @@ class MatrixGather:
         del sent
         if local:
             flat = self._apply_over_tp(local, flat, transform)
+        # Send the results back to the owners of the slices.
         results = start_all_to_all(flat, self.shard, received_counts, sent_counts).wait()
         sizes = [matrix.num_owned(rank) for matrix in order]
         for matrix, result in zip(order, results.split(sizes)):
@@ -179,6 +181,7 @@ class MatrixGather:
         slices = flat.split([matrix.num_owned(rank) for rank in ranks for matrix in local])
         # From the order (rank, matrix) to (matrix, rank).
         flat = torch.cat([x for k in range(len(local)) for x in slices[k :: len(local)]])
+        # Over tp: each local parameter to one rank.
         sent_counts = [matrix.numel for matrix in local] + [0] * (self.tp.size - len(local))
         received_counts = [sent_counts[self.tp.rank]] * self.tp.size
         parameters = start_all_to_all(flat, self.tp, sent_counts, received_counts).wait()
@@ -186,6 +189,7 @@ class MatrixGather:
         if self.tp.rank < len(local):
             self._transform_matrix(local[self.tp.rank], parameters, transform)
         results = start_all_to_all(parameters, self.tp, received_counts, sent_counts).wait()
+        # Back to the order (rank, matrix).
         by_matrix = [
             result.split([matrix.num_owned(rank) for rank in ranks])
             for matrix, result in zip(local, results.split(sent_counts))
@@ -303,6 +307,7 @@ class Muon(SliceOptimizer):
         self.step_count += 1
         self._rate = lr
         config = self.config
+        # Slice by slice; the matrices of the momentum are gathered below.
         for state in self.slices:
             state.moments["momentum"].mul_(config.momentum).add_(state.grads)
         update = partial(replace_by_update, steps=config.ns_steps, per_head=config.muon_per_head)

@@ -230,6 +230,7 @@ def store_rounded(wide: Tensor, weights: Tensor, segment: Segment, seed: int, st
     """
     key = stream_key(seed, f"{segment.spec.name}/{step}")
     weights.copy_(wide)
+    # In chunks, which bound the memory of indices and random bits.
     for piece, (first, last) in segment.pieces():
         shift = piece.flat[0] - segment.local[0]  # from an index in the piece to one in the segment
         for start in range(first - segment.owned[0], last - segment.owned[0], _CHUNK):

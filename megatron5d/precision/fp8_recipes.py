@@ -313,6 +313,7 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         row = torch.arange(num_rows, dtype=offsets.dtype, device=x.device)
         # Rows past the last offset are padding, and belong to expert `num_local`.
         expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
+        # The maximum of each expert, over its rows.
         amax = torch.zeros(num_local + 1, device=x.device)
         if num_rows:
             amax = amax.scatter_reduce(0, expert, amax_of_rows(x), "amax")
@@ -330,11 +331,13 @@ class TensorwiseExpertGemms(BlockwiseExpertGemms):
         num_local, height, width = matrices.shape
         rows = matrices.flatten(0, 1)
         amax = self.max_over_experts(amax_of_rows(rows).view(num_local, height).amax(1))
+        # All rows of an expert get its scale.
         row_values, row_scales = quantize_by_row(
             rows, amax.repeat_interleave(height), powers_of_two=self.powers_of_two
         )
         values = row_values.view(matrices.shape)
         scales = row_scales.view(num_local, height, 1)[:, :1]
+        # The blockwise kernels read a scale per block.
         blocks = scales.expand(-1, cdiv(height, GROUP), cdiv(width, GROUP)).contiguous()
         transposed = Quantized(transpose_values(values), blocks.mT.contiguous(), GROUP)
         return Quantized(values, blocks, GROUP), transposed

@@ -114,6 +114,7 @@ class NormFp8(FirstOrderFunction):
         q, statistics = norm_quantized(x, weight, bias, eps, powers_of_two=powers_of_two, **options)
         ctx.eps, ctx.options = eps, options
         ctx.save_for_backward(x, weight, bias, *statistics)
+        # An unused output must not cost a tensor of zeros.
         ctx.set_materialize_grads(False)
         return _fp8_tensor(q, x.shape, x.dtype), x
 

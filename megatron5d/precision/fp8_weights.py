@@ -133,6 +133,7 @@ class Band:
     def blocks(self, values: Tensor) -> Tensor:
         """Arranges the band's `values` as `[block rows, 128, block columns, 128]` float32, with
         zeros in the missing places."""
+        # Zeros fill the first block row before the band, and the last one after it.
         before, rows = self.start - self.origin, cdiv(self.stop - self.origin, self.columns)
         rows += -rows % GROUP
         wide = pad(values.float(), (before, rows * self.columns - before - values.numel()))

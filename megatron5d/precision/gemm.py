@@ -139,10 +139,10 @@ PLAIN = Gemms()
 PLAIN_EXPERTS = ExpertGemms()
 
 
-def gemms_of(weight: Tensor, *others: Tensor) -> Gemms:
-    """The GEMMs of a weight; PLAIN if other weights with the same input have different ones."""
+def gemms_of(weight: Tensor, *same_input: Tensor) -> Gemms:
+    """The GEMMs of a weight; PLAIN if weights that read the same input have different ones."""
     gemms = state_of(weight).gemms or PLAIN
-    return PLAIN if any(gemms_of(other) is not gemms for other in others) else gemms
+    return PLAIN if any(gemms_of(w) is not gemms for w in same_input) else gemms
 
 
 def expert_gemms_of(parameter: Tensor) -> ExpertGemms:
