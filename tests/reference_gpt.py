@@ -1,7 +1,6 @@
-"""The whole model on one page: no parallelism, no kernels, no classes. The oracle of the parity
-tests.
+"""The model on one page, without parallelism, kernels or classes: the oracle of the parity tests.
 
-Weights are a dict of global tensors by global name; all arithmetic is in their dtype and goes
+Weights are a dict of global tensors by global name. All arithmetic is in their dtype and goes
 through autograd.
 """
 
@@ -19,22 +18,14 @@ from megatron5d.topology.init_weights import stream_key, uniform
 
 def norm(x, w, name, c):
     if c.norm == "layernorm":
-        return F.layer_norm(
-            x,
-            x.shape[-1:],
-            w[f"{name}.weight"] + c.norm_zero_centered,
-            w[f"{name}.bias"],
-            c.norm_eps,
-        )
-    return rms(x, w[f"{name}.weight"], c)
+        weight = w[f"{name}.weight"] + c.norm_zero_centered
+        return F.layer_norm(x, x.shape[-1:], weight, w[f"{name}.bias"], c.norm_eps)
+    return rms_norm(x, w, name, c)
 
 
-def rms(x, weight, c, eps=None):
-    return (
-        x
-        * torch.rsqrt(x.square().mean(-1, keepdim=True) + (eps or c.norm_eps))
-        * (weight + c.norm_zero_centered)
-    )
+def rms_norm(x, w, name, c, eps=None):
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + (eps or c.norm_eps))
+    return x * rstd * (w[f"{name}.weight"] + c.norm_zero_centered)
 
 
 def linear(x, w, name):
@@ -43,21 +34,18 @@ def linear(x, w, name):
 
 
 def rotate(x, positions, c, theta):
-    """x [b, heads, s, d], positions [b, s]; plain frequencies (stretched ones have their own
-    tests)."""
+    """x [b, heads, s, d], positions [b, s]; without scaling, which has its own tests."""
     d = x.shape[-1] if c.attention == "mla" else c.rotary_dim
-    x, rest = x[..., :d], x[..., d:]
+    x, not_rotated = x[..., :d], x[..., d:]
     inv = theta ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
     angle = (positions[:, :, None] * inv)[:, None]  # [b, 1, s, d/2]
     cos, sin = angle.cos(), angle.sin()
     if c.rope_interleaved:
         even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.cat(
-            (torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2), rest),
-            -1,
-        )
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+        return torch.cat((rotated, not_rotated), -1)
     first, second = x[..., : d // 2], x[..., d // 2 :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, not_rotated), -1)
 
 
 def split_heads(x, heads):
@@ -67,14 +55,13 @@ def split_heads(x, heads):
 
 def grouped_heads(x, w, name, c, positions, theta):
     a, g, d = c.num_heads, c.num_kv_heads, c.head_dim
-    q, k, v, gate = linear(x, w, f"{name}.qkv").split(
-        [a * d, g * d, g * d, a * d * c.attention_gate], dim=-1
-    )
+    sizes = [a * d, g * d, g * d, a * d * c.attention_gate]
+    q, k, v, gate = linear(x, w, f"{name}.qkv").split(sizes, dim=-1)
     if c.qk_norm_all_heads:
-        q, k = rms(q, w[f"{name}.q_norm.weight"], c), rms(k, w[f"{name}.k_norm.weight"], c)
+        q, k = rms_norm(q, w, f"{name}.q_norm", c), rms_norm(k, w, f"{name}.k_norm", c)
     q, k, v = split_heads(q, a), split_heads(k, g), split_heads(v, g)
     if c.qk_norm and not c.qk_norm_all_heads:
-        q, k = rms(q, w[f"{name}.q_norm.weight"], c), rms(k, w[f"{name}.k_norm.weight"], c)
+        q, k = rms_norm(q, w, f"{name}.q_norm", c), rms_norm(k, w, f"{name}.k_norm", c)
     if c.position == "rope":
         q, k = rotate(q, positions, c, theta), rotate(k, positions, c, theta)
     return q, *(t.repeat_interleave(a // g, dim=1) for t in (k, v)), gate
@@ -85,18 +72,14 @@ def latent_heads(x, w, name, c, positions, theta):
     if c.q_lora_rank is None:
         q = linear(x, w, f"{name}.q")
     else:
-        latent = rms(
-            linear(x, w, f"{name}.q_down"), w[f"{name}.q_norm.weight"], c, c.latent_norm_eps
-        )
-        q = linear(latent, w, f"{name}.q_up")
+        latent = linear(x, w, f"{name}.q_down")
+        q = linear(rms_norm(latent, w, f"{name}.q_norm", c, c.latent_norm_eps), w, f"{name}.q_up")
     q_nope, q_pe = split_heads(q, a).split([dn, dr], dim=-1)
     c_kv, k_pe = linear(x, w, f"{name}.kv_down").split([c.kv_lora_rank, dr], dim=-1)
-    kv = linear(rms(c_kv, w[f"{name}.kv_norm.weight"], c, c.latent_norm_eps), w, f"{name}.kv_up")
-    k_nope, v = split_heads(kv, a).split([dn, dv], dim=-1)
-    q_pe, k_pe = (
-        rotate(q_pe, positions, c, theta),
-        rotate(k_pe[:, None], positions, c, theta).expand(-1, a, -1, -1),
-    )
+    c_kv = rms_norm(c_kv, w, f"{name}.kv_norm", c, c.latent_norm_eps)
+    k_nope, v = split_heads(linear(c_kv, w, f"{name}.kv_up"), a).split([dn, dv], dim=-1)
+    q_pe = rotate(q_pe, positions, c, theta)
+    k_pe = rotate(k_pe[:, None], positions, c, theta).expand(-1, a, -1, -1)
     return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v, None
 
 
@@ -108,12 +91,12 @@ def attention(x, w, name, c, positions, documents, windowed):
     if c.attention_softcap:
         scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
     row, column = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])[None, :]
-    seen = column <= row if c.attention_causal else torch.ones_like(column <= row)
+    visible = column <= row if c.attention_causal else torch.ones_like(column <= row)
     if c.attention_window is not None and windowed:
-        seen = seen & ((row - column).abs() < c.attention_window)
+        visible = visible & ((row - column).abs() < c.attention_window)
     if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    scores = scores.masked_fill(~seen, -math.inf)
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = scores.masked_fill(~visible, -math.inf)
     if c.attention_sinks:
         sinks = w[f"{name}.sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
@@ -137,182 +120,159 @@ def mlp(x, w, name, c):
 
 
 def expert(x, w, name, e, c):
-    up_bias, down_bias = (
-        (w[f"{name}.{each}.bias"][e] if c.mlp_bias else 0.0) for each in ("up", "down")
-    )
-    inner = activate(x @ w[f"{name}.up.weight"][e].T + up_bias, c)
-    return inner @ w[f"{name}.down.weight"][e].T + down_bias
+    def linear_of_expert(x, part):
+        y = x @ w[f"{name}.{part}.weight"][e].T
+        return y + w[f"{name}.{part}.bias"][e] if c.mlp_bias else y
+
+    return linear_of_expert(activate(linear_of_expert(x, "up"), c), "down")
 
 
-def best(values, k):
-    """The k largest of the last dim as a 0/1 mask; of equals the first."""
+def top_k(values, k):
+    """The k largest of the last dim as a 0/1 mask; of equal ones the first."""
     order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return torch.zeros_like(values).scatter(-1, order, 1.0)
 
 
 def route(scores, w, layer, c):
-    """0/1 choice [b, s, E] by score, bias and groups."""
+    """Choices [b, s, E] (0 or 1) by scores, bias and groups."""
     ranked = scores + w.get(f"{layer}.router.bias", 0.0)
     if c.top_groups < c.num_groups:
         groups = ranked.unflatten(-1, (c.num_groups, -1))
-        worth = (
-            groups.max(-1).values
-            if c.group_score == "max"
-            else groups.sort(-1).values[..., -2:].sum(-1)
-        )
-        allowed = best(worth, c.top_groups).repeat_interleave(c.num_experts // c.num_groups, -1)
+        if c.group_score == "max":
+            group_scores = groups.max(-1).values
+        else:
+            group_scores = groups.sort(-1).values[..., -2:].sum(-1)
+        allowed = top_k(group_scores, c.top_groups)
+        allowed = allowed.repeat_interleave(c.num_experts // c.num_groups, -1)
         ranked = torch.where(allowed > 0, ranked, -math.inf)
-    return best(ranked, c.top_k)
+    return top_k(ranked, c.top_k)
 
 
-def by_turns(scores, samples, c):
-    """0/1 choice [b, s, E]: the token at a position of a sequence takes the k experts after those
-    of its neighbour."""
+def round_robin(scores, samples, c):
+    """Choices [b, s, E]: each token takes the k experts after those of the token before it."""
     b, s, num_experts = scores.shape
-    turn = torch.arange(s)[None] + (torch.arange(b) if samples is None else samples)[:, None]
-    experts = (turn[..., None] * c.top_k + torch.arange(c.top_k)) % num_experts
+    index = torch.arange(s)[None] + (torch.arange(b) if samples is None else samples)[:, None]
+    experts = (index[..., None] * c.top_k + torch.arange(c.top_k)) % num_experts
     return torch.zeros_like(scores).scatter(-1, experts, 1.0)
 
 
-def replayed(scores, samples, layer, c, moe):
-    """0/1 choice [b, s, E]: what the file says of each sample and position, in the order of the
-    blocks with experts."""
-    place = sum(is_moe(c, i) for i in range(int(layer.split(".")[1])))
-    experts = torch.from_numpy(np.load(moe.replay).astype(np.int64))[samples, :, place]
+def replay(scores, samples, layer, c, moe):
+    """Choices [b, s, E] from the file, by sample, position and index of the MoE block."""
+    moe_block = sum(is_moe(c, i) for i in range(int(layer.split(".")[1])))
+    experts = torch.from_numpy(np.load(moe.replay).astype(np.int64))[samples, :, moe_block]
     return torch.zeros_like(scores).scatter(-1, experts, 1.0)
 
 
-def limited(chosen, weights, moe, mbs):
-    """Choices that full experts do not refuse, micro-batch by micro-batch; tokens in the order
-    (position, row)."""
-    taken = torch.zeros_like(chosen)
-    b, s, num_experts = chosen.shape
+def limit_capacity(choices, weights, moe, mbs):
+    """Choices within the capacity of each micro-batch; tokens in the order (position, row)."""
+    kept = torch.zeros_like(choices)
+    b, s, num_experts = choices.shape
     for first in range(0, b, mbs):
         tokens = [(i, j) for i in range(s) for j in range(first, first + mbs)]
-        limit = math.ceil(
-            moe.capacity_factor * int(chosen[first : first + mbs].sum()) / num_experts
-        )
+        num_choices = int(choices[first : first + mbs].sum())
+        limit = math.ceil(moe.capacity_factor * num_choices / num_experts)
         for e in range(num_experts):
-            queue = [(i, j) for i, j in tokens if chosen[j, i, e]]
+            queue = [(i, j) for i, j in tokens if choices[j, i, e]]
             if moe.drop_by == "probability":
                 queue.sort(key=lambda token, e=e: -weights[token[1], token[0], e].item())
             for i, j in queue[:limit]:
-                taken[j, i, e] = 1
-    return taken
+                kept[j, i, e] = 1
+    return kept
 
 
-def jittered(x, layer, moe, seed, samples):
-    """What a router reads: times 1 ± moe.jitter, by a random number for each (sample, position,
-    feature)."""
+def jitter(x, layer, moe, seed, samples):
+    """The router's input times 1 ± moe.jitter, at random for each (sample, position, feature)."""
     if not moe.jitter or samples is None:
         return x
     shape = (int(samples.max()) + 1, *x.shape[1:])
     index = torch.arange(math.prod(shape)).view(shape)[samples]
-    return x * (
-        1 - moe.jitter + 2 * moe.jitter * uniform(stream_key(seed, f"{layer}.router.jitter"), index)
-    )
+    noise = uniform(stream_key(seed, f"{layer}.router.jitter"), index)
+    return x * (1 - moe.jitter + 2 * moe.jitter * noise)
 
 
-def moe_layer(x, w, layer, c, moe, *, mbs, real, book, noise):
-    """Mixture of experts on [b, s, h]; what balancing needs goes into `book` (a dict of sums over
-    layers)."""
-    z = jittered(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
+def moe_layer(x, w, layer, c, moe, *, mbs, real, figures, noise):
+    """Mixture of experts on [b, s, h]; adds its losses to `figures` (sums over layers)."""
+    z = jitter(x, layer, moe, *noise) @ w[f"{layer}.router.weight"].T
     z = z + w[f"{layer}.router.linear_bias"] if c.router_linear_bias else z
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
     if moe.replay:
-        chosen = replayed(scores, noise[1], layer, c, moe)
+        choices = replay(scores, noise[1], layer, c, moe)
+    elif moe.force_balanced:
+        choices = round_robin(scores, noise[1], c)
     else:
-        chosen = (
-            by_turns(scores, noise[1], c)
-            if moe.force_balanced
-            else route(scores.detach(), w, layer, c)
-        )
-    chosen = chosen * real
-    weights = scores * chosen
+        choices = route(scores.detach(), w, layer, c)
+    choices = choices * real
+    weights = scores * choices
     if c.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = weights * c.routed_scaling_factor
     if moe.capacity_factor is not None:
-        taken = limited(chosen, weights.detach(), moe, mbs)
-        book[f"{layer}.dropped"] = ((chosen - taken).sum() / chosen.sum()).item()
-        weights = weights * taken
-    book[f"{layer}.counts"] = chosen.sum((0, 1))
+        kept = limit_capacity(choices, weights.detach(), moe, mbs)
+        figures[f"{layer}.dropped"] = ((choices - kept).sum() / choices.sum()).item()
+        weights = weights * kept
+    figures[f"{layer}.counts"] = choices.sum((0, 1))
     out = sum(
         weights[..., e : e + 1] * expert(x, w, f"{layer}.experts", e, c)
         for e in range(c.num_experts)
     )
     if c.shared_ffn_hidden_size:
-        gate = (
-            torch.sigmoid(linear(x, w, f"{layer}.shared_expert.gate"))
-            if c.shared_expert_gate
-            else 1
-        )
-        out = out + gate * mlp(x, w, f"{layer}.shared_expert", c)
-    p = scores / scores.sum(-1, keepdim=True) * real
-    plain = best(scores.detach(), c.top_k) * real
+        shared = mlp(x, w, f"{layer}.shared_expert", c)
+        if c.shared_expert_gate:
+            shared = torch.sigmoid(linear(x, w, f"{layer}.shared_expert.gate")) * shared
+        out = out + shared
+    probs = scores / scores.sum(-1, keepdim=True) * real
+    unbiased = top_k(scores.detach(), c.top_k) * real
     lse = torch.logsumexp(z, -1, keepdim=True) * real
-    terms = {
-        "aux_loss": auxiliary(plain, p, c, mbs),
-        "seq_aux_loss": auxiliary(plain, p, c, 1),
-        "global_aux_loss": auxiliary(plain, p, c, len(x)),
+    layer_losses = {
+        "aux_loss": auxiliary_loss(unbiased, probs, c, mbs),
+        "seq_aux_loss": auxiliary_loss(unbiased, probs, c, 1),
+        "global_aux_loss": auxiliary_loss(unbiased, probs, c, len(x)),
         "router_z_loss": lse.square().sum() / real.sum(),
     }
-    for name, value in terms.items():
-        book[name] = book.get(name, 0.0) + value
+    for name, value in layer_losses.items():
+        figures[name] = figures.get(name, 0.0) + value
     return out
 
 
-def auxiliary(plain, p, c, rows):
-    """E/(k·T²) · Σ_e n_e Σ_t p_te over so many sequences at a time, then the mean."""
-    # [parts, E]
-    n, mass = (t.view(-1, rows * t.shape[1], c.num_experts).sum(1) for t in (plain, p))
-    size = n.sum(-1) / c.top_k
-    return (c.num_experts / (c.top_k * size.clamp(min=1) ** 2) * (n * mass).sum(-1)).mean()
+def auxiliary_loss(choices, probs, c, rows):
+    """Mean over groups of `rows` sequences of E/(k·T²) · Σ_e n_e Σ_t p_te."""
+    # [groups, E]
+    n, p = (t.view(-1, rows * t.shape[1], c.num_experts).sum(1) for t in (choices, probs))
+    num_tokens = n.sum(-1) / c.top_k
+    return (c.num_experts / (c.top_k * num_tokens.clamp(min=1) ** 2) * (n * p).sum(-1)).mean()
 
 
 def is_moe(c, i):
-    i = min(i, c.num_layers - 1)  # blocks behind the last layer are what it is
+    i = min(i, c.num_layers - 1)  # prediction blocks are like the last layer
     if c.moe_layers is not None:
         return c.num_experts > 0 and i in c.moe_layers
     return c.num_experts > 0 and i >= c.first_k_dense and (i + 1) % c.moe_interval == 0
 
 
 def block(x, w, i, c, positions, documents, *, moe, **routing):
-    def branch(x, name, act, read_by_both=None):
-        y = (
-            x
-            if c.block_norm == "post"
-            else norm(x, w, f"{name}.norm", c)
-            if read_by_both is None
-            else read_by_both
-        )
-        y = act(y)
-        return y if c.block_norm == "pre" else norm(y, w, f"{name}.post_norm", c)
-
     layer = f"layers.{i}"
+
+    def pre_norm(x, branch):
+        return x if c.block_norm == "post" else norm(x, w, f"{layer}.{branch}.norm", c)
+
+    def post_norm(y, branch):
+        return y if c.block_norm == "pre" else norm(y, w, f"{layer}.{branch}.post_norm", c)
+
     windowed = c.window_layers is None or min(i, c.num_layers - 1) in c.window_layers
-    first = branch(
-        x,
-        f"{layer}.attention",
-        lambda y: attention(y, w, f"{layer}.attention", c, positions, documents, windowed),
-    )
-    read = x if c.parallel_block != "none" else x + first
-    both = norm(x, w, f"{layer}.attention.norm", c) if c.parallel_block == "one_norm" else None
-    second = branch(
-        read,
-        f"{layer}.mlp",
-        lambda y: (
-            moe_layer(y, w, layer, c, moe, **routing)
-            if is_moe(c, i)
-            else mlp(y, w, f"{layer}.mlp", c)
-        ),
-        both,
-    )
-    return x + first + second
+    normed = pre_norm(x, "attention")
+    y = attention(normed, w, f"{layer}.attention", c, positions, documents, windowed)
+    first = post_norm(y, "attention")
+    if c.parallel_block != "one_norm":
+        normed = pre_norm(x if c.parallel_block == "two_norms" else x + first, "mlp")
+    if is_moe(c, i):
+        y = moe_layer(normed, w, layer, c, moe, **routing)
+    else:
+        y = mlp(normed, w, f"{layer}.mlp", c)
+    return x + first + post_norm(y, "mlp")
 
 
 def trunk(w, c, tokens, positions, documents, **routing):
-    """tokens int64 [b, s] -> normed output of the last layer [b, s, h]"""
+    """Maps tokens int64 [b, s] -> normed output of the last layer [b, s, h]."""
     x = w["embedding.weight"][tokens] * c.embedding_scale
     if c.position == "learned":
         x = x + w["position_embedding.weight"][positions]
@@ -327,81 +287,71 @@ def head(x, w, c):
 
 
 def logits(w, c, tokens, positions=None, documents=None):
-    """tokens int64 [b, s] -> [b, s, vocab]"""
+    """Maps tokens int64 [b, s] -> [b, s, vocab]."""
     if positions is None:
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     real = torch.ones(*tokens.shape, 1, dtype=w["embedding.weight"].dtype)
-    routing = {"moe": MoeConfig(), "mbs": 1, "real": real, "book": {}, "noise": (0, None)}
+    routing = {"moe": MoeConfig(), "mbs": 1, "real": real, "figures": {}, "noise": (0, None)}
     return head(trunk(w, c, tokens, positions, documents, **routing), w, c)
 
 
 def cross_entropy(z, labels):
-    """Loss of each token, and its log-sum-exp, [b, s]; labels below 0 give something that a mask
-    must hide."""
+    """Loss and log-sum-exp of each token, [b, s]; losses of negative labels must be masked."""
     lse = torch.logsumexp(z, -1)
     return lse - z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1), lse
 
 
-def ahead_loss(h, w, c, batch, **routing):
-    """Multi-token prediction: mean over the depths with targets of their mean losses; h [b, s, h]
-    of the trunk."""
-    rows, s, depths = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1], []
+def mtp_loss(h, w, c, batch, **routing):
+    """Multi-token prediction: mean over the depths with targets of their mean losses.
+
+    h [b, s, h] is the output of the trunk.
+    """
+    rows, s = torch.cat((batch.tokens[:, :1], batch.labels), 1), batch.tokens.shape[1]
+    depth_losses = []
     for k in range(1, c.num_mtp_layers + 1):
         i, last = c.num_layers + k - 1, s - k
-        tokens, labels, mask = (
-            torch.zeros_like(batch.tokens),
-            torch.full_like(batch.labels, -1),
-            torch.zeros(len(h), s),
-        )
-        # the token k places behind each
-        tokens[:, : last + 1] = rows[:, k : k + last + 1].clamp(min=0)
+        tokens, mask = torch.zeros_like(batch.tokens), torch.zeros(len(h), s)
+        labels = torch.full_like(batch.labels, -1)
+        tokens[:, : last + 1] = rows[:, k : k + last + 1].clamp(min=0)  # k positions ahead
         labels[:, :last], mask[:, :last] = rows[:, k + 1 :], batch.loss_mask[:, k:]
-        # none of what lies between is padding
+        # no token between is padding
         for j in range(k) if batch.padding is not None else ():
             mask[:, :last] *= ~batch.padding[:, j : j + last]
         if batch.documents is not None:
             mask[:, :last] *= batch.documents[:, k:] == batch.documents[:, :last]
-        e = norm(
-            w["embedding.weight"][tokens] * c.embedding_scale,
-            w,
-            f"layers.{i}.mtp.embedding_norm",
-            c,
-        )
-        x = (
-            torch.cat((e, norm(h, w, f"layers.{i}.mtp.hidden_norm", c)), -1)
-            @ w[f"layers.{i}.mtp.join.weight"].T
-        )
+        name = f"layers.{i}.mtp"
+        embedded = w["embedding.weight"][tokens] * c.embedding_scale
+        embedded = norm(embedded, w, f"{name}.embedding_norm", c)
+        x = torch.cat((embedded, norm(h, w, f"{name}.hidden_norm", c)), -1)
+        x = x @ w[f"{name}.join.weight"].T
         x = block(x, w, i, c, batch.positions, batch.documents, **routing)
-        h = norm(x, w, f"layers.{i}.mtp.final_norm", c)
+        h = norm(x, w, f"{name}.final_norm", c)
         if mask.sum() > 0:
-            depths.append((cross_entropy(head(h, w, c), labels)[0] * mask).sum() / mask.sum())
-    return sum(depths) / len(depths) if depths else torch.tensor(math.nan)
+            loss, _ = cross_entropy(head(h, w, c), labels)
+            depth_losses.append((loss * mask).sum() / mask.sum())
+    return sum(depth_losses) / len(depth_losses) if depth_losses else torch.tensor(math.nan)
 
 
 def losses(w, c, batch, train=None, moe=None, mbs=1):
-    """Mean loss over the batch's target tokens, the objective whose gradient is taken, and a book
-    of figures."""
-    real, book = torch.ones(*batch.tokens.shape, 1, dtype=w["embedding.weight"].dtype), {}
+    """Mean loss over the batch's target tokens, the objective to differentiate, and figures."""
+    real, figures = torch.ones(*batch.tokens.shape, 1, dtype=w["embedding.weight"].dtype), {}
     if batch.padding is not None:
         real[batch.padding] = 0.0
-    train, routing = (
-        train or TrainConfig(),
-        {"moe": moe or MoeConfig(), "mbs": mbs, "real": real, "book": book},
-    )
+    train, moe = train or TrainConfig(), moe or MoeConfig()
+    routing = {"moe": moe, "mbs": mbs, "real": real, "figures": figures}
     routing["noise"] = train.seed, batch.samples
     h = trunk(w, c, batch.tokens, batch.positions, batch.documents, **routing)
     token_loss, lse = cross_entropy(head(h, w, c), batch.labels)
     count = batch.loss_mask.sum()
     loss = (token_loss * batch.loss_mask).sum() / count
-    book["z_loss"] = (lse.square() * batch.loss_mask).sum() / count
-    objective = loss + train.z_loss * book["z_loss"]
+    figures["z_loss"] = (lse.square() * batch.loss_mask).sum() / count
+    objective = loss + train.z_loss * figures["z_loss"]
     if c.num_mtp_layers:
-        book["mtp_loss"] = ahead_loss(h, w, c, batch, **routing)
-        objective = objective + train.mtp_loss * book["mtp_loss"].nan_to_num()
-    for kind in ("aux", "seq_aux", "global_aux") if c.num_experts else ():
-        objective = objective + (
-            moe.aux_coef * book[f"{kind}_loss"] if kind in moe.balance else 0.0
-        )
+        figures["mtp_loss"] = mtp_loss(h, w, c, batch, **routing)
+        objective = objective + train.mtp_loss * figures["mtp_loss"].nan_to_num()
     if c.num_experts:
-        objective = objective + moe.z_coef * book["router_z_loss"]
-    return loss, objective, book
+        for kind in ("aux", "seq_aux", "global_aux"):
+            if kind in moe.balance:
+                objective = objective + moe.aux_coef * figures[f"{kind}_loss"]
+        objective = objective + moe.z_coef * figures["router_z_loss"]
+    return loss, objective, figures

@@ -10,7 +10,7 @@ from layouts import assert_parity, make_rows, micro_batch
 from ranks import run_ranks
 from whole_stage import WholeStage
 
-from megatron5d.comm.all_to_all import Exchange
+from megatron5d.comm import all_to_all
 from megatron5d.config.schema import (
     Config,
     ModelConfig,
@@ -347,20 +347,30 @@ def order_of_the_way(rank, world, config):
     model = GPT(config, mesh)
     model.initialize(1)
     batch = micro_batch(config, make_rows(config, 1)[:1])
-    events = []
+    events, start_all_to_all = [], all_to_all.start_all_to_all
     with pytest.MonkeyPatch.context() as patch:
-        both_ways = [(Exchange, name) for name in ("_start", "_wait", "_start_back", "_wait_back")]
-        for owner, name in [*both_ways, (FeedForward, "project_up"), (FeedForward, "project_down")]:
+        exchange = [(all_to_all.Exchange, name) for name in ("_start", "_wait")]
+        for owner, name in [*exchange, (FeedForward, "project_up"), (FeedForward, "project_down")]:
             function = getattr(owner, name)
 
             def recorded(self, *args, function=function, name=name):
-                events.append(f"{name} {self.axis.name}" if isinstance(self, Exchange) else name)
+                is_exchange = isinstance(self, all_to_all.Exchange)
+                events.append(f"{name} {self.axis.name}" if is_exchange else name)
                 return function(self, *args)
 
             patch.setattr(owner, name, recorded)
         stage = WholeStage(model.phases[:-1])
         y = stage.forward(0, None, batch)
-        forward = [event for event in events if "back" not in event]
+        forward = list(events)
+
+        def start_back(x, axis, *splits):
+            events.append(f"_start_back {axis.name}")
+            pending = start_all_to_all(x, axis, *splits)
+            wait = pending.wait
+            pending.wait = lambda: events.append(f"_wait_back {axis.name}") or wait()
+            return pending
+
+        patch.setattr(all_to_all, "start_all_to_all", start_back)
         stage.backward(0, torch.ones_like(y))
     return forward, events[len(forward) :]
 
