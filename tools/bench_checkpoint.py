@@ -115,6 +115,7 @@ class Bench:
     def save_torch(self) -> None:
         with (self.folder / "torch.pt").open("wb") as file:
             torch.save(self.model, file)
+            # our saves and DCP's end on disk, too
             file.flush()
             os.fsync(file.fileno())
 
@@ -169,7 +170,7 @@ class Bench:
         subprocess.run(["sync", *(self.folder / "copy").glob("*/*")], check=True)
 
     def restart(self) -> float:
-        """Saves and reads as many ranks do; returns the bytes read per byte of the model."""
+        """Saves and reads as RANKS ranks do; returns the bytes read per byte of the model."""
         folder, save, messages = self.folder / "ranks", Save("bench", 1), []
         folder.mkdir()
         for rank in range(RANKS):
@@ -201,6 +202,7 @@ class Bench:
         }
         for row, calls in rows.items():
             yield row, least_seconds(calls, repeats)[0]
+        # wall time, too: cp waits for the disk
         self.prepare_resharding()
         resharding: Calls = {
             "ours": lambda: self.reshard("two", "eight", 8, "parallel.tp=4", "parallel.zero=1"),

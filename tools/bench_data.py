@@ -99,7 +99,7 @@ def measure_encoding(folder: Path, texts: list[str], repeats: int) -> Seconds:
     encoding = tiktoken.Encoding(
         "bench", pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens={}
     )
-    tokenizer.encode_all(texts[:1])
+    tokenizer.encode_all(texts[:1])  # loads the engine
     calls: Calls = {
         "ours": lambda: tokenizer.encode_all(texts),
         "encode_batch_fast": lambda: [  # one by one, which takes it less CPU time
@@ -147,17 +147,17 @@ def measure_preprocessing(folder: Path, texts: list[str], workers: int, repeats:
     _megatron_tokenizer(folder)  # before a pool is forked, as Megatron does
     calls: Calls = {}
     counts = {"half": len(texts) // 2, "all": len(texts)}
-    for part, count in counts.items():
-        lines, prefix = folder / f"{part}.jsonl", folder / f"megatron_{part}"
+    for amount, count in counts.items():
+        lines, prefix = folder / f"{amount}.jsonl", folder / f"megatron_{amount}"
         lines.write_text(
             "".join(json.dumps({"text": text}) + "\n" for text in texts[:count]), encoding="utf-8"
         )
-        job = Job((lines,), str(folder / f"ours_{part}"), Recipe(str(folder), append_eod=True))
-        calls[f"ours {part}"] = partial(preprocess, job, workers, overwrite=True)
-        calls[f"megatron {part}"] = partial(megatron_preprocess, folder, lines, prefix, workers)
+        job = Job((lines,), str(folder / f"ours_{amount}"), Recipe(str(folder), append_eod=True))
+        calls[f"ours {amount}"] = partial(preprocess, job, workers, overwrite=True)
+        calls[f"megatron {amount}"] = partial(megatron_preprocess, folder, lines, prefix, workers)
 
     def check(_: dict[str, Any]) -> None:
-        for file in (f"{part}{suffix}" for part in counts for suffix in (".bin", ".idx")):
+        for file in (f"{amount}{suffix}" for amount in counts for suffix in (".bin", ".idx")):
             ours, megatron = ((folder / f"{name}_{file}").read_bytes() for name in PROVIDERS)
             assert ours == megatron, file
 
@@ -171,6 +171,7 @@ def write_index(prefix: str, tokens: float, seed: int) -> None:
     count = int(tokens / MEAN_TOKENS)
     lengths = 1 + generator.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, count).astype(np.int64)
     lengths.astype("<i4").tofile(f"{prefix}.lengths.partial")
+    # the index alone is read, so the tokens need no bytes on disk
     with open(f"{prefix}.bin.partial", "wb") as file:
         file.truncate(2 * int(lengths.sum()))
     finish_partial(prefix, np.dtype(np.uint16))
@@ -231,6 +232,7 @@ def measure_order(prefixes: Sequence[str], tokens: float, cache: Path, repeats: 
         for stream, dataset in zip(ours.streams, megatron.datasets if blended else [megatron]):
             assert (stream.order.sample_index == dataset.sample_index).all()
             assert (stream.order.shuffle_index == dataset.shuffle_index).all()
+        # about a thousand samples of a blend
         for i in range(0, count, 1 + count // 1000) if blended else ():
             stream, number = ours.locate(i)
             expected = megatron.dataset_index[i], megatron.dataset_sample_index[i]

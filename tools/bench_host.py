@@ -260,7 +260,7 @@ def sharded_layer() -> Calls:
 
 
 def gpu_layer(kind: str, graphs: bool) -> Calls:
-    """A block on the GPU, ours and in plain torch; on a stream of its own, as graphs require."""
+    """A block on the GPU, ours and in plain torch; on another stream, as graphs require."""
     torch.cuda.set_stream(torch.cuda.Stream())
     device = torch.device("cuda")
     config = configure(LAYER, EXPERTS if kind == "moe" else "", GPU_LAYER)
@@ -329,6 +329,7 @@ def calls_of(row: str) -> Calls:
 
 def cpu_seconds(calls: Calls, rounds: int) -> dict[str, float]:
     """Least CPU time of each call; the calls alternate."""
+    # a call may take microseconds: several are measured together
     counts: dict[str, int] = {}
     batches: Calls = {}
     for name, call in calls.items():

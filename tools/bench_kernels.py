@@ -101,6 +101,7 @@ def measure(
             raise
         return
     for provider in filter(select, inputs[0]):
+        # times are of several inputs, memory and the request for a library of the first
         call = inputs[0][provider]
         try:
             ms = median_ms([calls[provider] for calls in inputs], repeats)
@@ -122,7 +123,7 @@ def measure(
 
 def work(sets: int, repeats: int, names: Sequence[str], send: Send) -> None:
     """Measures the device and the named rows: the worker of `run_tasks`."""
-    # or what is compiled refuses to go back through its graph again
+    # compiled backwards run several times through one graph, which donated buffers forbid
     torch._functorch.config.donated_buffer = False
     facts = {
         "device": torch.cuda.get_device_name(),
@@ -172,15 +173,16 @@ def table(name: str, row: Figures, facts: Figures) -> str:
     return "\n".join(lines)
 
 
-def orders(rows: Mapping[str, Figures]) -> dict[str, list[Figures]]:
-    """Table of an architecture: operation -> entries, the smallest shapes first.
+Order = tuple[dict[str, int], list[str]]
+"""The key of a shape, and the libraries that computed it, the fastest first."""
 
-    Each entry orders the libraries that computed a row of that shape, the fastest first. A size is
-    unbounded in the entry of its largest measured value.
-    """
-    by_operation: defaultdict[str, list[tuple[dict[str, int], list[str]]]] = defaultdict(list)
+
+def measured_orders(rows: Mapping[str, Figures]) -> dict[str, list[Order]]:
+    """Orders by operation, of rows that more than one library computed."""
+    orders: defaultdict[str, list[Order]] = defaultdict(list)
     for row in rows.values():
         for provider, figures in row.items():
+            # a row that was not reached has a text instead
             if not isinstance(figures, dict) or "way" not in figures:
                 continue
             prefix = f"{provider}, by "
@@ -191,24 +193,28 @@ def orders(rows: Mapping[str, Figures]) -> dict[str, list[Figures]]:
             }
             if times:
                 times[choice.TRITON] = figures["ms"]
-                order = sorted(times, key=lambda library: times[library])
-                by_operation[figures["way"]].append((figures["key"], order))
-    table: dict[str, list[Figures]] = {}
-    for operation, shapes in by_operation.items():
-        if all(order == shapes[0][1] for _, order in shapes):
-            table[operation] = [{"config": {"order": shapes[0][1]}}]  # of any shape
-            continue
-        largest = {name: max(key[name] for key, _ in shapes) for name in shapes[0][0]}
-        for key, order in sorted(shapes, key=lambda shape: tuple(shape[0].items())):
-            bounds = {name: size for name, size in key.items() if size < largest[name]}
-            entry: Figures = {"up_to": bounds} if bounds else {}
-            table.setdefault(operation, []).append(entry | {"config": {"order": order}})
-    return table
+                fastest_first = sorted(times, key=lambda library: times[library])
+                orders[figures["way"]].append((figures["key"], fastest_first))
+    return orders
+
+
+def entries(orders: list[Order]) -> Iterator[Figures]:
+    """Yields the entries of an operation's table, the smallest shapes first.
+
+    A size is unbounded in the entry of its largest measured value.
+    """
+    if all(libraries == orders[0][1] for _, libraries in orders):
+        yield {"config": {"order": orders[0][1]}}  # for any shape
+        return
+    largest = {name: max(key[name] for key, _ in orders) for name in orders[0][0]}
+    for key, libraries in sorted(orders, key=lambda order: tuple(order[0].items())):
+        bounds = {name: size for name, size in key.items() if size < largest[name]}
+        yield ({"up_to": bounds} if bounds else {}) | {"config": {"order": libraries}}
 
 
 def write_orders(rows: Mapping[str, Figures], capability: int) -> Path | None:
     """Replaces the table of an architecture; returns None where nothing was compared."""
-    table = orders(rows)
+    table = {name: [*entries(orders)] for name, orders in measured_orders(rows).items()}
     if not table:
         return None
     path = tuning.DIRECTORY / f"providers/sm_{capability}.json"
@@ -222,7 +228,7 @@ def main() -> int:
     names = [
         name
         for name in BENCHMARKS
-        if not args.substrings or any(part.lower() in name.lower() for part in args.substrings)
+        if not args.substrings or any(text.lower() in name.lower() for text in args.substrings)
     ]
     if not names:
         print(f"no row contains {' or '.join(args.substrings)}; --list prints all", file=sys.stderr)

@@ -9,7 +9,7 @@
     8b     Llama 3 8B                              8,192 tokens, 1 sequence a step
     moe    Qwen3-MoE of 16 layers and 32 experts   4,096 tokens, 4 sequences a step
 
-A model has as many of its layers as the device is predicted to hold, the same number on both sides.
+A model has the largest number of its layers that the device is predicted to hold, on both sides.
 Both train on the same random tokens in bfloat16, with fp32 master weights, fp32 moments and
 gradients clipped to norm 1. Figures are of the median step after the warm-up; MFU counts the FLOPs
 of megatron5d/model/flops.py on both sides. A side that fails, crashes or hangs is listed with its
@@ -97,7 +97,7 @@ PROVIDERS: dict[str, Callable[[Config, torch.device], Step]] = {
 
 
 def fitted(config: Config, available_bytes: int, target: Target) -> Config:
-    """The configuration with as many of its layers as the device holds, at least one."""
+    """The configuration with the most of its layers that the device holds, at least one."""
     low, high = 1, config.model.num_layers
     while low < high:
         middle = (low + high + 1) // 2
@@ -120,6 +120,7 @@ def measure(step: Step, config: Config, device: torch.device, steps: int) -> Ite
     for i in range(steps + WARM_UP):
         start = time.perf_counter()
         losses.append(step(next(rows)))
+        # the loss is there before the optimizer's step ends
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if i >= WARM_UP:
@@ -171,6 +172,7 @@ def work(
     name = torch.cuda.get_device_name() if cuda else "cpu"
     send((None, {"device": name, "torch": torch.__version__}))
 
+    # both sides of a case train the same number of layers
     @functools.cache
     def fitting(case: str) -> Config:
         config = configs[case]

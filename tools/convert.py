@@ -67,7 +67,7 @@ def non_negative(text: str) -> float:
 
 
 class Command(NamedTuple):
-    """A subcommand. Its function returns the exit code, or raises ValueError or OSError."""
+    """A subcommand. Its function may return an exit code, or raise ValueError or OSError."""
 
     # of a module of tools/conversion, which is imported only then: importing torch takes seconds
     function: str
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = getattr(args, "out", None)
     missing = [folder for folder in (out, *out.parents) if not folder.exists()] if out else []
 
-    def run() -> int:
+    def run() -> int | None:
         return getattr(import_module(f"megatron5d.tools.conversion.{module}"), function)(args)
 
     code = exit_code("convert", run, out)

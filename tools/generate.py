@@ -112,10 +112,11 @@ def begin_of_prompt(tokenizer: Tokenizer, args: Namespace, config: Config) -> li
 def encode_prompt(text: str, tokenizer: Tokenizer, special: dict[str, int]) -> list[int]:
     """Ids of a prompt, in which names of special tokens stand for them."""
     names = sorted(filter(None, special), key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    # the longest names first: one may begin with another
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     ids: list[int] = []
-    for part in filter(None, parts):
-        ids += [special[part]] if part in special else tokenizer.encode(part)
+    for piece in filter(None, pieces):
+        ids += [special[piece]] if piece in special else tokenizer.encode(piece)
     return ids
 
 

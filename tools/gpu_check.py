@@ -132,21 +132,21 @@ def sanitizer_errors(program: subprocess.Popen[str], deadline: float) -> Figures
 
 def versions() -> dict[str, str]:
     """Versions of torch, its libraries, the driver and optional packages."""
-    found = {
+    by_name = {
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
         "cuDNN": str(torch.backends.cudnn.version()),
     }
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            by_name[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "-"
+            by_name[package] = "-"
     if (smi := shutil.which("nvidia-smi")) is not None:
         query = "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit"
         program = start_program([smi, query, "--format=csv,noheader"])
-        found["driver, clocks, power"] = finish_program(program, time.monotonic() + 10)[1]
-    return found
+        by_name["driver, clocks, power"] = finish_program(program, time.monotonic() + 10)[1]
+    return by_name
 
 
 TITLES = {
@@ -262,7 +262,7 @@ def by_importance(names: Sequence[str]) -> list[str]:
     """Sorts benchmark rows: those of FIRST, then the others in their order."""
 
     def rank(name: str) -> int:
-        return next((i for i, part in enumerate(FIRST) if part in name), len(FIRST))
+        return next((i for i, text in enumerate(FIRST) if text in name), len(FIRST))
 
     return sorted(names, key=rank)
 
@@ -333,6 +333,7 @@ def measure_training(results: Results, deadline: float) -> None:
         command += ["--set", f"train.cuda_graph={graph}"]
         if (fp8, graph) != ("none", "none"):  # the peer is measured once
             command += ["--only", "ours"]
+        # the variants share the remaining time evenly
         remaining_s = deadline - time.monotonic()
         end = time.monotonic() + remaining_s / (len(variants) - i)
         code, output = finish_program(start_program(command), end)
@@ -347,6 +348,7 @@ def tune(results: Results, deadline: float, write: bool) -> None:
     rows = by_importance([row for row, *_ in SPACE.values()])
     for operation in sorted(SPACE, key=lambda operation: rows.index(SPACE[operation][0])):
         remaining_s = deadline - time.monotonic()
+        # starting the tuner takes about 15 seconds
         if remaining_s < 20:
             return
         command = [sys.executable, str(TOOLS / "tune_kernels.py"), operation]
@@ -359,7 +361,7 @@ def tune(results: Results, deadline: float, write: bool) -> None:
 def check(results: Results, minutes: float, write: bool) -> None:
     """Runs everything, in the order of the module's docstring."""
     start = time.monotonic()
-    end_of = {part: start + 60 * minutes * share for part, share in END_OF.items()}
+    end_of = {name: start + 60 * minutes * share for name, share in END_OF.items()}
     rows = by_importance(list(BENCHMARKS))
     check_kernels(results, rows, end_of["checks"])
 

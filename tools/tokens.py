@@ -58,11 +58,11 @@ def arguments() -> Namespace:
         "--no-scan", dest="scan", action="store_false", help="check index and sizes, read no ids"
     )
     _add_decode_options(decode)
-    part = cut.add_mutually_exclusive_group(required=True)
-    part.add_argument(
+    selection = cut.add_mutually_exclusive_group(required=True)
+    selection.add_argument(
         "--documents", metavar="FIRST:END", help="such as 0:1000, or 1000: to the last"
     )
-    part.add_argument("--share", metavar="FROM:TO", help="of the documents, such as 0:0.01")
+    selection.add_argument("--share", metavar="FROM:TO", help="of the documents, such as 0:0.01")
     imported.add_argument("files", nargs="+", metavar="FILE", help=".npy or parquet")
     imported.add_argument(
         "--column", default="input_ids", help="of parquet files (default: input_ids)"
@@ -181,26 +181,30 @@ def _selected(data: IndexedDataset, args: Namespace) -> list[tuple[str, np.ndarr
     return [(f"document {i}", data.document(i)) for i in numbers]
 
 
-def copy(parts: Sequence[tuple[str, int, int | None]], out: str, overwrite: bool) -> dict[str, Any]:
+Source = tuple[str, int, int | None]
+"""Prefix of a pair of files, first document, and end (None: to the last)."""
+
+
+def copy(sources: Sequence[Source], out: str, overwrite: bool) -> dict[str, Any]:
     """Writes documents of several pairs of files to one, with their sequences unchanged.
 
     One pair is open at a time: a process may have fewer files open than there are to join.
 
     Args:
-        parts: (prefix, first document, end or None = to the last).
+        sources: where the documents come from, in the order in which they are written.
     """
-    dtypes = {IndexedDataset(prefix).dtype.name: prefix for prefix, _, _ in parts}
+    dtypes = {IndexedDataset(prefix).dtype.name: prefix for prefix, _, _ in sources}
     if len(dtypes) > 1:
         names = " and ".join(f"{name} ({prefix})" for name, prefix in dtypes.items())
         raise ValueError(f"files of one id type are required (got {names})")
     documents = [np.zeros(1, np.int64)]  # sequences before each document
     with _writer(out, np.dtype(next(iter(dtypes))), overwrite) as writer:
-        for prefix, first, end in parts:
+        for prefix, first, end in sources:
             data = IndexedDataset(prefix)
             indices = data.index.document_indices[first : None if end is None else end + 1]
             starts = _sequence_starts(data)[indices[0] : indices[-1] + 1]
             inner = np.searchsorted(starts, np.arange(starts[0], starts[-1], CHUNK_TOKENS))
-            # complete sequences of about CHUNK_TOKENS
+            # borders of groups of complete sequences, of about CHUNK_TOKENS each
             groups = np.unique([0, *inner, len(starts) - 1])
             for k, ids in enumerate(_stream(data, starts[groups], data.prefix)):
                 writer.add_documents(ids, np.diff(starts[groups[k] : groups[k + 1] + 1]))
@@ -294,16 +298,16 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         return decode(args)
     if args.command == "import":
         return [import_arrays(args)]
-    parts: list[tuple[str, int, int | None]]
+    sources: list[Source]
     if args.command == "merge":
-        parts = [(prefix, 0, None) for prefix in args.prefixes]
+        sources = [(prefix, 0, None) for prefix in args.prefixes]
     else:
         total = IndexedDataset(args.prefix).num_documents
         bounds = _range(args.documents or args.share, args.share is not None, total)
-        parts = [(args.prefix, *bounds)]
-    if any(Path(args.out).resolve() == Path(prefix).resolve() for prefix, _, _ in parts):
+        sources = [(args.prefix, *bounds)]
+    if any(Path(args.out).resolve() == Path(prefix).resolve() for prefix, _, _ in sources):
         raise ValueError(f"--out {args.out} is one of the files that are read")
-    return [copy(parts, args.out, args.overwrite)]
+    return [copy(sources, args.out, args.overwrite)]
 
 
 def print_records(records: list[dict[str, Any]], args: Namespace) -> None:

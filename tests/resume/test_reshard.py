@@ -416,7 +416,7 @@ KEY = "optim.exp_avg.layers.0.mlp.up.weight"
 DAMAGE = {
     "a flipped bit": (
         lambda folder: flip(*values_at(folder, KEY)),
-        rf"__\d_0.distcp is damaged: .* part of {KEY},",
+        rf"__\d_0.distcp is damaged: .* shard of {KEY},",
     ),
     "a flipped bit of the header": (
         lambda folder: flip(folder / "__1_0.distcp", 20),
@@ -466,7 +466,7 @@ def test_a_damaged_source_is_refused_with_the_file_and_the_tensor(saved, tmp_pat
         (["model.hidden_size=64"], "model.hidden_size is not a key of the layout"),
         (["optim.name=muon"], "optim.name is not a key of the layout"),
         (["parallel.ptp=2"], "did you mean|nearest"),
-        (["--world", "3", "parallel.pp=2"], "fix: --world 4 "),
+        (["--world", "3", "parallel.pp=2"], "fix: use 4 ranks"),
         (["parallel.pp=2", "pipeline.schedule=zigzag"], "zigzag"),
     ],
 )

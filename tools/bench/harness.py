@@ -160,10 +160,10 @@ def with_compiled(
     reference: Call,
     leaves: tuple[Tensor, ...],
     backward: bool,
-    **others,
+    **peers,
 ) -> Calls:
-    """Our operation, its plain version under torch.compile, and others by name, of the leaves."""
-    operations = {"ours": ours, "torch.compile": torch.compile(reference), **others}
+    """Our operation, its plain version under torch.compile, and peers by name, of the leaves."""
+    operations = {"ours": ours, "torch.compile": torch.compile(reference), **peers}
     return forward_or_backward(
         {name: (partial(run, *leaves), leaves) for name, run in operations.items()}, backward
     )

@@ -1,8 +1,8 @@
 """Compares losses of several ranks over NCCL with those of one rank, by running pretrain.py.
 
-Where there are fewer GPUs than ranks, ranks share them: each is given a host id of its own, because
-NCCL refuses two ranks on one GPU of a host, and they communicate over the loopback interface. This
-says nothing about speed. It shows whether ranks wait for each other in the right order, and whether
+Where there are fewer GPUs than ranks, ranks share them: each is given another host id, because NCCL
+refuses two ranks on one GPU of a host, and they communicate over the loopback interface. This says
+nothing about speed. It shows whether ranks wait for each other in the right order, and whether
 a run meets the demands of CUDA and NCCL.
 """
 
@@ -95,7 +95,8 @@ def _losses(
     command = [sys.executable, str(PRETRAIN), *overrides, f"log.jsonl={log}"]
     programs = [start_program(["env", *variables, *command]) for variables in _environments(ranks)]
     failed = None
-    try:  # ranks wait for ever for one that has failed
+    try:
+        # the other ranks would wait endlessly for one that has failed
         while time.monotonic() < deadline:
             failed = next((program for program in programs if program.poll()), None)
             if failed or all(program.poll() is not None for program in programs):
@@ -118,6 +119,7 @@ def _environments(ranks: int) -> list[list[str]]:
     if ranks == 1:
         return [[]]
     gpus = torch.cuda.device_count()
+    # the system gives a free port
     with socket.create_server(("127.0.0.1", 0)) as server:
         shared = [
             "MASTER_ADDR=127.0.0.1",
@@ -125,6 +127,7 @@ def _environments(ranks: int) -> list[list[str]]:
             f"WORLD_SIZE={ranks}",
         ]
     if gpus < ranks:
+        # NCCL takes ranks of different hosts for ranks on different GPUs
         shared += [
             "NCCL_NET=Socket",
             "NCCL_SOCKET_IFNAME=lo",

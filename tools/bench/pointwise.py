@@ -94,6 +94,7 @@ def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
     leaves = _leaves(device, True, (rows, width), (width,))
     return with_compiled(
         lambda x, w, settings=OURS: kernels.add_rms_norm(x, None, w, EPS, settings),
+        # `x * 1` stands for the stream, whose gradient is added to the norm's
         lambda x, w: (kernels.rms_norm_reference(x, w, EPS), x * 1),
         leaves,
         True,
@@ -104,7 +105,7 @@ def branch_rms_norm(device: str, rows: int, width: int) -> Calls:
 def swiglu(device: str, *, backward: bool, rows: int, width: int) -> Calls:
     """SwiGLU of gate and up in one tensor."""
     gate_up = randn(device, rows, 2 * width, grad=backward)
-    halves = [part.detach().contiguous().requires_grad_(backward) for part in gate_up.chunk(2, -1)]
+    halves = [half.detach().contiguous().requires_grad_(backward) for half in gate_up.chunk(2, -1)]
     compiled = torch.compile(kernels.activation_reference)
     return forward_or_backward(
         {
@@ -150,12 +151,13 @@ def rope(device: str, *, backward: bool, s: int, b: int, a: int, g: int, d: int)
     tables, angles = (angle.cos(), angle.sin()), torch.cat((angle, angle), -1).transpose(0, 1)
     qh, kh = (x.detach().permute(1, 2, 0, 3).contiguous().requires_grad_(backward) for x in (q, k))
     compiled = torch.compile(kernels.apply_rope_reference)
-    transposed = qkv * 1 if backward else qkv  # the kernel writes into a projection, never a leaf
+    # the kernel writes into the projection, which must not be a leaf
+    projection = qkv * 1 if backward else qkv
     return forward_or_backward(
         {
             "ours": (lambda: kernels.apply_rope(q, k, *tables), (q, k)),
             "ours, in a projection": (
-                lambda: kernels.apply_rope_to_projection(transposed, (a, g), *tables),
+                lambda: kernels.apply_rope_to_projection(projection, (a, g), *tables),
                 (qkv,),
             ),
             "torch.compile": (lambda: compiled(q, k, *tables), (q, k)),
@@ -268,9 +270,9 @@ def _pair(
     """Rows of an operation's forward and backward."""
     return {
         f"{name} {direction} {sizes['rows']}x{sizes['width']}": elementwise(
-            partial(make, backward=direction == "backward"), each, sizes, TINY, family
+            partial(make, backward=direction == "backward"), num_bytes, sizes, TINY, family
         )
-        for direction, each, family in zip(("forward", "backward"), bytes_each, families)
+        for direction, num_bytes, family in zip(("forward", "backward"), bytes_each, families)
     }
 
 

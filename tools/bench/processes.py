@@ -1,4 +1,4 @@
-"""Work in processes of its own: tasks that may crash or hang, and programs with a deadline."""
+"""Work in other processes: tasks that may crash or hang, and programs with a deadline."""
 
 import multiprocessing
 import os
@@ -43,6 +43,7 @@ def run_tasks(
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_run, args=(worker, pending, sender), daemon=False)
         process.start()
+        # so that the receiver notices when the process dies
         sender.close()
         try:
             yield from _results(receiver, pending, silence_s, deadline)
@@ -74,6 +75,7 @@ def _results(
         except EOFError:
             yield pending.pop(0), "its process died"
             return
+        # the worker is done with the task
         if result == (pending[0],):
             pending.pop(0)
         else:
@@ -81,7 +83,8 @@ def _results(
 
 
 def start_program(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Starts a program in a session of its own, with its output for `finish_program`."""
+    """Starts a program, whose output `finish_program` returns."""
+    # in a new session, so that its children can be killed with it
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

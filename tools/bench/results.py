@@ -54,6 +54,7 @@ def collect(
     try:
         for name, figures in reports:
             if name is None:
+                # the first process's facts stand for all: limits vary a little between processes
                 if "device" not in facts:
                     facts |= figures
                     print(header(facts), flush=True)

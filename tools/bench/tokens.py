@@ -44,13 +44,13 @@ def cross_entropy_backward(device: str, tokens: int, vocabulary: int) -> Calls:
     row_max, row_sum, _ = kernels.vocab_statistics(written, labels, 0, vocabulary)
     row = labels, row_max, row_sum, dloss
     compiled = torch.compile(kernels.cross_entropy_reference)
-    others: dict[str, Forward] = {
+    peers: dict[str, Forward] = {
         "torch.compile": (lambda: compiled(logits, labels), (logits,)),
         "torch": (lambda: F.cross_entropy(logits, labels, reduction="none"), (logits,)),
     }
     return {
         "ours": lambda: kernels.vocab_cross_entropy_backward(written, *row, 0, vocabulary),
-        **forward_or_backward(others, True),
+        **forward_or_backward(peers, True),
     }
 
 

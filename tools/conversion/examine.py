@@ -30,7 +30,7 @@ Read = Callable[[Shape, Shape], Tensor]
 """Reads the rectangle of a tensor at an offset, of a shape."""
 
 
-def inspect(args: Namespace) -> int:
+def inspect(args: Namespace) -> None:
     """Prints the contents of a checkpoint, and which run saved it.
 
     Raises:
@@ -60,12 +60,11 @@ def inspect(args: Namespace) -> int:
     }
     if args.json:
         print(json.dumps(properties | {"files": files, "tensors": tensors}, indent=1))
-        return 0
+        return
     for key, value in properties.items():
         print(f"{key:18} {value:,}" if isinstance(value, int) else f"{key:18} {value}")
     for key, tensor in tensors.items():
         print(f"{key:60} {tensor['dtype']:9} {tensor['bytes']:>15,}  {tensor['shape']}")
-    return 0
 
 
 def verify(args: Namespace) -> int:
@@ -77,7 +76,7 @@ def verify(args: Namespace) -> int:
     Raises:
         ValueError: there is no complete checkpoint, or its index is damaged.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # so that this process can be forked
     saved = SavedTensors(resolve_checkpoint(args.path, "PATH"))
     files = list(saved.files().items())
     dtypes = {key: tensor.dtype for key, tensor in saved.tensors.items()}
@@ -171,6 +170,7 @@ def _difference(shape: Shape, one: Read, other: Read) -> float:
     largest_difference = largest_value = 0.0
     for offset, extent in _blocks(shape):
         a, b = one(offset, extent).double(), other(offset, extent).double()
+        # inf - inf is NaN, which would hide that both are equal
         same = (a == b) | (a.isnan() & b.isnan())
         difference = torch.where(same, 0.0, (a - b).abs().nan_to_num(float("inf"), float("inf")))
         largest_difference = max(largest_difference, difference.max().item())

@@ -27,7 +27,7 @@ from megatron5d.train.hf_export import has_tokenizer, plan_export
 from megatron5d.train.state import read_record
 
 
-def from_hf(args: Namespace) -> int:
+def from_hf(args: Namespace) -> None:
     """Writes a checkpoint of step 0, and prints its folder.
 
     Raises:
@@ -41,7 +41,7 @@ def from_hf(args: Namespace) -> int:
         if args.mtp:
             model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         family = read_hf_config(hf)["model_type"]
-        # rotary frequencies, which IGNORED names, are fp32 even in a folder of bf16 weights
+        # rotary frequencies, which IGNORED names, are fp32 even among weights in bf16
         dtype = args.dtype or stored_dtype(
             stored.tensors, hf_entries(model, family), IGNORED[family]
         )
@@ -54,10 +54,9 @@ def from_hf(args: Namespace) -> int:
         )
         tensors = hf_weights(model, stored, DTYPES[dtype])
         print(f"wrote {save_weights(args.out, dict(tensors), config)}")
-    return 0
 
 
-def to_hf(args: Namespace) -> int:
+def to_hf(args: Namespace) -> None:
     """Writes a Hugging Face folder, and prints the size of its weights.
 
     Raises:
@@ -80,4 +79,3 @@ def to_hf(args: Namespace) -> int:
         size = save_folder(staging, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
         export.write_files(staging)
     print(f"wrote {size:,} bytes of weights to {args.out}")
-    return 0

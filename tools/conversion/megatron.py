@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 _SPELLINGS = {"fp32_param": "param"}
 
 
-def from_megatron(args: Namespace) -> int:
+def from_megatron(args: Namespace) -> None:
     """Writes a checkpoint, of step 0 without the optimizer's state, and prints its folder.
 
     Raises:
@@ -81,7 +81,6 @@ def from_megatron(args: Namespace) -> int:
     train = TrainConfig(seq_len=getattr(arguments, "seq_length", None) or model.max_positions)
     config = Config(model=model, precision=PrecisionConfig(dtype=dtype), train=train)
     print(f"wrote {save_weights(args.out, tensors | state, config, progress)}")
-    return 0
 
 
 def _adam_state(
@@ -114,7 +113,7 @@ def _fitted(
     return lazy_weights(entries, stored, dtype)
 
 
-def to_megatron(args: Namespace) -> int:
+def to_megatron(args: Namespace) -> None:
     """Writes a `torch_dist` release, or an iteration with the optimizer, and prints its folder.
 
     Raises:
@@ -138,7 +137,6 @@ def to_megatron(args: Namespace) -> int:
             staging, config.model, arguments, weights.read, DTYPES[dtype], training
         )
     print(f"wrote {args.out / written.name}")
-    return 0
 
 
 def _training_state(folder: Path, config: Config, arguments: Namespace) -> TrainingState:

@@ -1,8 +1,8 @@
 """Writing a new checkpoint, as every conversion does, and the average of several."""
 
-import argparse
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +60,7 @@ def staging_folder(out: Path) -> Iterator[Path]:
 
     It is removed where writing fails, and so is one that a killed process has left.
     """
+    # within `out`, so that files move on one file system
     staging = out / "unfinished.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -84,6 +85,7 @@ def save_weights(
         ConfigError: no model can be built from this configuration.
         OSError: a source is damaged, or a file cannot be written.
     """
+    # only the architecture matters: other keys are of the run that will read the weights
     faults = run_checks(config, 1, files=False)
     if model_faults := [
         fault for fault in faults if all(knob.startswith("model.") for knob in fault.knobs)
@@ -92,12 +94,13 @@ def save_weights(
     progress = progress or Progress()
     try:
         Saver(out, keep=0).save(progress.step, tensors, run_record(progress, to_dict(config)))
-    except SaveFailed as error:  # its advice is for a run, which has earlier checkpoints
+    except SaveFailed as error:
+        # its advice is for a run, which has earlier checkpoints
         raise OSError(f"{out} is not written: {error.__cause__}") from error
     return resolve_checkpoint(out, "--out")
 
 
-def average(args: argparse.Namespace) -> int:
+def average(args: Namespace) -> None:
     """Writes the mean of weights as a checkpoint of step 0, and prints its folder.
 
     Of a run in bf16 the master weights are averaged. Sums are in fp64, one shard at a time.
@@ -118,17 +121,15 @@ def average(args: argparse.Namespace) -> int:
     shapes, *other_shapes = (
         {name: tuple(tensor.size) for name, tensor in source.tensors.items()} for source in sources
     )
-    for folder, others in zip(folders[1:], other_shapes):
-        for name in sorted(shapes.keys() | others.keys()):
-            if shapes.get(name) != others.get(name):
-                raise ValueError(
-                    f"{name} is {shapes.get(name)} in {folders[0]}, {others.get(name)} in {folder}"
-                )
+    for folder, compared in zip(folders[1:], other_shapes):
+        for name in sorted(shapes.keys() | compared.keys()):
+            one, other = shapes.get(name), compared.get(name)
+            if one != other:
+                raise ValueError(f"{name} is {one} in {folders[0]}, {other} in {folder}")
     factors = [weight / sum(weights) for weight in weights]
     tensors = {WEIGHT_PREFIX + name: _mean(name, sources, factors) for name in shapes}
     folder = save_weights(args.out, dict(tensors), saved_config(folders[-1]))
     print(f"wrote {folder}: the mean of {len(folders)}")
-    return 0
 
 
 def _checkpoints(paths: list[Path], last: int | None) -> list[Path]:

@@ -32,6 +32,7 @@ def in_processes(work: Callable[[int], T], count: int, num_workers: int) -> Iter
     if min(count, num_workers) <= 1:
         yield from map(work, range(count))
         return
+    # `work` reaches the processes by fork, since it cannot be pickled
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(min(count, num_workers), fork, _begin, (work, os.getpid()))
     try:

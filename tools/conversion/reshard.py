@@ -9,11 +9,11 @@ in memory at a time.
     step-00000100.reshard/rank-N       where rank N's shards are, once its file is complete
 """
 
-import argparse
 import json
 import shutil
 import uuid
 import zlib
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.state import read_record, run_tensors
 
 RESHARDED = "resharded"  # key of run.json: what the checkpoint was made of
-MAX_RANKS_TOGETHER = 8  # neighboring ranks whose files are written together
+MAX_GROUP_RANKS = 8  # neighboring ranks whose files are written together
 MAX_READ_BYTES = 1 << 30  # of a tensor, read at once for several shards
 GROUPS = ("parallel", "pipeline", "recompute", "train")  # of a layout, and of what has to fit it
 
@@ -95,15 +95,16 @@ class Resharding:
             ValueError: the checkpoint lacks a tensor, or has one of another shape.
         """
         saved, tensors = self.source.tensors, dict[str, ShardedTensor]()
+        # a conversion may have written the checkpoint, without the optimizer's state
         weights_only = not any(key.startswith("optim.") for key in saved)
         world = self.record["world"]
         for key, tensor in rank_tensors(self.config, world, self.layout, rank).items():
             if weights_only and key.startswith("optim."):
                 continue
             if key not in saved or saved[key].size != tensor.shape:
-                found = f"{key} as {list(saved[key].size)}" if key in saved else f"no {key}"
+                contents = f"{key} as {list(saved[key].size)}" if key in saved else f"no {key}"
                 raise ValueError(
-                    f"{self.source.folder} has {found}, but its configuration describes "
+                    f"{self.source.folder} has {contents}, but its configuration describes "
                     f"{list(tensor.shape)}"
                 )
             if tensor.shards:
@@ -148,19 +149,20 @@ class Resharding:
         }
         shards = {offset: shape for rank in shapes.values() for offset, shape in rank.items()}
         begin, extent = _bounding_rectangle(shards)
-        together = None
+        rectangle = None
         if (
             len(shards) > 1
             and prod(extent) * entry.dtype.itemsize <= MAX_READ_BYTES
             and prod(extent) <= 1.25 * sum(map(prod, shards.values()))
         ):
-            together = self.source.read(key, begin, extent)
+            rectangle = self.source.read(key, begin, extent)
 
         def values(offset: Shape) -> Tensor:
             shape = shards[offset]
-            if together is None:
+            if rectangle is None:
                 return self.source.read(key, offset, shape)
-            return together[tuple(slice(i - o, i - o + n) for i, o, n in zip(offset, begin, shape))]
+            starts = [i - o for i, o in zip(offset, begin)]
+            return rectangle[tuple(slice(i, i + n) for i, n in zip(starts, shape))]
 
         return {
             rank: LazyTensor(entry.size, rank_shapes, entry.dtype, values)
@@ -195,8 +197,9 @@ class Resharding:
                 f"{self.source.folder} has {min(unwritten)}, but its configuration does not"
             )
         files = {item.file for _, item in items}
+        # a process that was killed may have left others
         for stray in (path for path in self.temporary.iterdir() if path.name not in files):
-            stray.unlink()  # of a process that was killed
+            stray.unlink()
         run = read_run(self.source.folder) | {
             "config": self.record["config"],
             RESHARDED: self.record,
@@ -214,7 +217,7 @@ def _bounding_rectangle(shards: dict[Shape, Shape]) -> tuple[list[int], list[int
     return begin, [max(end) - first for first, end in zip(begin, zip(*ends))]
 
 
-def reshard(args: argparse.Namespace) -> int:
+def reshard(args: Namespace) -> None:
     """Writes a checkpoint as the ranks of another layout would have, and prints its folder.
 
     Raises:
@@ -222,7 +225,7 @@ def reshard(args: argparse.Namespace) -> int:
             has checkpoints.
         OSError: a file cannot be read or written, or a run is writing to `out`.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # so that this process can be forked
     source = SavedTensors(resolve_checkpoint(args.source, "SRC"))
     if errors := source.errors_outside_tensors():
         raise ValueError(errors[0])
@@ -233,6 +236,7 @@ def reshard(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stack.callback(LockFile(args.out / "run.lock", f"DST = {args.out}").release)
         record = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}
+        # as it is read from run.json, to be compared with it
         record["config"] = json.loads(json.dumps(to_dict(config)))
         final = step_folder(args.out, read_record(source.folder)["progress"]["step"])
         # killed after the checkpoint had its name
@@ -242,7 +246,6 @@ def reshard(args: argparse.Namespace) -> int:
         else:
             _write(_start(source, config, record, final), args.workers)
     print(f"wrote {final} for {world} rank{'' if world == 1 else 's'}")
-    return 0
 
 
 def target_config(saved: Config, overrides: list[str]) -> Config:
@@ -291,6 +294,7 @@ def _start(source: SavedTensors, config: Config, record: dict[str, Any], final: 
     """The resharding that was interrupted, or a new one."""
     check_empty(final.parent)
     file, temporary = final.with_suffix(".reshard") / "plan.json", final.with_suffix(".tmp")
+    # an interrupted resharding of the same source to the same layout continues
     plan = read_json(file) if file.exists() else {}
     if plan.get(RESHARDED) != record:
         for old in (temporary, file.parent):
@@ -316,7 +320,7 @@ def _write(job: Resharding, num_workers: int) -> None:
     """Writes the files of all ranks, and checks the checksum of everything that is read."""
     total = sum(item.length for items in job.source.files().values() for _, item in items)
     world = job.record["world"]
-    messages, size = [b""] * world, min(MAX_RANKS_TOGETHER, -(-world // num_workers))
+    messages, size = [b""] * world, min(MAX_GROUP_RANKS, -(-world // num_workers))
     groups = [range(first, min(first + size, world)) for first in range(0, world, size)]
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for written in in_processes(lambda i: job.write_ranks(groups[i]), len(groups), num_workers):

@@ -1,6 +1,6 @@
 """Upcycling: a mixture of experts that computes what a dense model does."""
 
-import argparse
+from argparse import Namespace
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "routed_scaling_factor")
 
 
-def upcycle(args: argparse.Namespace) -> int:
+def upcycle(args: Namespace) -> None:
     """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture.
 
     Raises:
@@ -39,7 +39,6 @@ def upcycle(args: argparse.Namespace) -> int:
     folder = save_weights(args.out, dict(upcycling.tensors()), written)
     overrides = " ".join(f"model.{name}={getattr(sparse, name)}" for name in PRINTED)
     print(f"wrote {folder}: {overrides}")
-    return 0
 
 
 def upcycled(
@@ -116,43 +115,43 @@ class Upcycling:
     def tensors(self) -> dict[str, LazyTensor]:
         """All weights by key."""
         layers = [i for i in blocks(self.dense) if is_moe(self.sparse, i)]
-        mlps = {f"layers.{i}.mlp.{part}.weight" for i in layers for part in ("up", "down")}
+        mlps = {f"layers.{i}.mlp.{matrix}.weight" for i in layers for matrix in ("up", "down")}
         tensors = {name: self._copy(name) for name in self.saved.tensors if name not in mlps}
         for i in layers:
-            for part in ("up", "down"):
-                tensors[f"layers.{i}.experts.{part}.weight"] = self._experts(i, part)
+            for matrix in ("up", "down"):
+                tensors[f"layers.{i}.experts.{matrix}.weight"] = self._experts(i, matrix)
             tensors[f"layers.{i}.router.weight"] = self._router(i)
         return {WEIGHT_PREFIX + name: tensor for name, tensor in tensors.items()}
 
     def _copy(self, name: str) -> LazyTensor:
         entry = self.saved.tensors[name]
         shape = tuple(entry.size)
-        whole = {(0,) * len(shape): shape}
+        shards = {(0,) * len(shape): shape}
         return LazyTensor(
-            shape, whole, entry.dtype, lambda offset: self.saved.read(name, offset, shape)
+            shape, shards, entry.dtype, lambda offset: self.saved.read(name, offset, shape)
         )
 
-    def _experts(self, i: int, part: str) -> LazyTensor:
+    def _experts(self, i: int, matrix: str) -> LazyTensor:
         """Experts `[E, ...]` of a layer: slices of the rows of `up`, of the columns of `down`."""
-        source, name = f"layers.{i}.mlp.{part}.weight", f"layers.{i}.experts.{part}.weight"
+        source, name = f"layers.{i}.mlp.{matrix}.weight", f"layers.{i}.experts.{matrix}.weight"
         entry, num_experts, slices = (
             self.saved.tensors[source],
             self.sparse.num_experts,
             self.slices,
         )
         rows, columns = entry.size
-        shape = (rows // slices, columns) if part == "up" else (rows, columns // slices)
+        shape = (rows // slices, columns) if matrix == "up" else (rows, columns // slices)
 
         def expert(offset: Shape) -> Tensor:
-            e, matrix = offset[0], self.saved.read(source, (0, 0), (rows, columns))
-            if part == "up":  # gate rows, then up rows
-                halves = matrix.chunk(2 if self.dense.gated else 1)
+            e, dense = offset[0], self.saved.read(source, (0, 0), (rows, columns))
+            if matrix == "up":  # gate rows, then up rows
+                halves = dense.chunk(2 if self.dense.gated else 1)
                 weight = torch.cat([half.chunk(slices)[e % slices] for half in halves])
             else:
-                weight = matrix.chunk(slices, 1)[e % slices]
+                weight = dense.chunk(slices, 1)[e % slices]
             if self.noise:
                 noise = _normal(self.seed, f"{name}/{e}", weight.shape).to(weight.dtype)
-                weight = weight + self.noise * matrix.std() * noise
+                weight = weight + self.noise * dense.std() * noise
             return weight.reshape(1, *shape).contiguous()
 
         shards: dict[Shape, Shape] = {(e, 0, 0): (1, *shape) for e in range(num_experts)}
