@@ -277,7 +277,9 @@ def spelled(value: object) -> str:
         return f"[{','.join(map(str, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return "null" if value is None else str(value)
 
 
 Change = dict[str, Any]  # key of the configuration -> value

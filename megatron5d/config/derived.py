@@ -184,7 +184,8 @@ def named_entries(entries: Sequence[str]) -> list[tuple[str, str]]:
 def resumed_folder(config: Config) -> Path | None:
     """Checkpoint from which the run will resume, by the names of folders; None for a new run.
 
-    If that checkpoint turns out incomplete, the run resumes from an earlier one, or starts from its initial weights.
+    If that checkpoint turns out incomplete, the run resumes from an earlier one, or begins with its
+    initial weights.
     """
     c = config.checkpoint
     named = {"auto": c.dir, "none": None}.get(c.resume, c.resume)

@@ -175,11 +175,13 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
     """
     keys = list(legal)
     name = written.rpartition(".")[2].replace("-", "_")
+    # the right name, in another code base or in another group
     if ELSEWHERE.get(name) in keys:
         return ELSEWHERE[name]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
     if same_name:
         return closest(written, same_name) or same_name[0]
+    # a misspelled name, in its group first
     if "." in written:
         group = written[: written.rindex(".") + 1]
         siblings = [key.removeprefix(group) for key in keys if key.startswith(group)]

@@ -89,12 +89,13 @@ def load_config(
     if arguments.show == "cfg" and not faults:
         _leave(to_yaml(config), rank)
     if world is not None:
-        found_by_checks = [
+        check_faults = [
             *run_checks(config, world, files),
             *(fault for check in options for fault in check(config, world)),
         ]
+        # a misspelled key leaves its default, which must not be judged
         faults += [
-            fault for fault in found_by_checks if not any(map(overrides.is_doubtful, fault.knobs))
+            fault for fault in check_faults if not any(map(overrides.is_doubtful, fault.knobs))
         ]
         for check in checks:
             if leave_model_legal(faults):
@@ -279,16 +280,19 @@ class _Overrides:
             reason = f"{text!r} cannot be read: {str(error).splitlines()[0]}"
             return self._fault("grammar", key, reason, fix)
         key, value = override.key_or_group, override._value
+        # words that set nothing
         if not key:
             return self._fault("grammar", "", f"{text!r} names no key", _USAGE)
         if override.type == OverrideType.DEL:
             return self._fixed_keys(key, text, "leave it out")
+        # group=option, and the one group whose name also sets a value
         if key in self.groups and not isinstance(value, dict):
             return self._choice(override)
         if key == "log.wandb" and not isinstance(value, dict):
             mode = str(override.value()).lower()
             override.key_or_group = key = "log.wandb.mode"
             text = f"{key}={_WANDB_MODES.get(mode, mode)}"
+        # key=value
         if key.partition(".")[0] == "hydra":
             reason = f"{text}: Hydra only composes, so its own settings have no effect"
             return self._fault("unknown-key", key, reason, "leave it out")

@@ -41,6 +41,7 @@ class ModelConfig:
     from_hf: str | None = key(
         None, "folder whose config.json gives the architecture; keys on the command line win"
     )
+    # shapes
     num_layers: int = positive(2, "transformer blocks")
     hidden_size: int = positive(64, "features of the residual stream")
     ffn_hidden_size: int = positive(176, "features inside the MLP")
@@ -57,6 +58,7 @@ class ModelConfig:
     max_positions: int = positive(
         4096, "rows of the position table with position=learned", unit="tokens"
     )
+    # norms and activation
     norm: str = key("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_eps: float = positive(1e-5, "added to the mean square")
     norm_zero_centered: bool = key(
@@ -67,6 +69,7 @@ class ModelConfig:
         "activation of the MLP (swiglu_clamped: gpt-oss)",
         choices=(*GATED, "gelu", "gelu_tanh"),
     )
+    # positions
     position: str = key("rope", "position embedding", choices=("rope", "learned"))
     rope_theta: float = positive(10000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = positive(
@@ -80,6 +83,7 @@ class ModelConfig:
     rotary_percent: float = positive(
         1.0, "share of head_dim that is rotated, its first features", maximum=1
     )
+    # block
     qk_norm: bool = key(False, "RMSNorm over head_dim on queries and keys (Qwen3)")
     qk_norm_all_heads: bool = key(False, "apply qk_norm to all heads together (OLMo 2)")
     block_norm: str = key(
@@ -100,6 +104,7 @@ class ModelConfig:
     embedding_scale: float = positive(
         1.0, "multiplies token embeddings; sqrt(hidden_size) in Gemma"
     )
+    # attention
     attention_causal: bool = key(
         True, "hide later tokens from a query; false: it sees the whole sequence, or document"
     )
@@ -127,6 +132,7 @@ class ModelConfig:
         "(DeepSeek)",
         choices=("gqa", "mla"),
     )
+    # latent attention (mla)
     q_lora_rank: int | None = positive(
         None,
         "mla: features of the query latent; null = queries are projected from the hidden state",
@@ -143,11 +149,13 @@ class ModelConfig:
     latent_norm_eps: float | None = positive(
         None, "mla: norm_eps of the latents' norms (Moonlight); null = norm_eps"
     )
+    # logits and initial weights
     logit_softcap: float = key(0.0, "logits become cap·tanh(logit/cap); 0 = off")
     init_std: float = positive(0.02, "standard deviation of the initial matrices and embeddings")
     init_scale_output: bool = key(
         True, "initialize output matrices of attention and MLP with init_std / sqrt(2·num_layers)"
     )
+    # mixture of experts
     num_experts: int = key(0, "routed experts of a MoE layer; 0 = every layer is dense")
     top_k: int = positive(2, "experts per token")
     moe_ffn_hidden_size: int | None = positive(
@@ -166,6 +174,7 @@ class ModelConfig:
     moe_layers: list[int] | None = key(
         None, "MoE layers, counted from 0; null = by first_k_dense and moe_interval"
     )
+    # router
     router_score: str = key("softmax", "router scores", choices=("softmax", "sigmoid"))
     norm_topk_prob: bool = key(True, "divide the scores of the selected experts by their sum")
     routed_scaling_factor: float = positive(1.0, "multiplies the weights of the selected experts")
@@ -182,6 +191,7 @@ class ModelConfig:
     router_linear_bias: bool = key(
         False, "add a trained bias per expert to the router's logits (gpt-oss)"
     )
+    # multi-token prediction
     num_mtp_layers: int = key(
         0, "blocks after the last layer, each predicting one more token ahead (MTP)"
     )

@@ -60,6 +60,7 @@ class LogConfig:
     tensorboard: str | None = key(
         None, "folder for TensorBoard's event files (pip install tensorboard); null = none"
     )
+    # records
     every: int = positive(1, "steps between two records")
     slow_rank: float | None = key(
         None,
@@ -70,6 +71,7 @@ class LogConfig:
         True, "on rank 0, a progress bar on a terminal, otherwise a line every 10 s"
     )
     traceback: bool = key(False, "print the traceback even if one message explains the error")
+    # the device
     peak_tflops: float | None = positive(
         None, "peak of one device, for MFU; null = known devices only", unit="TFLOP/s"
     )
@@ -85,6 +87,7 @@ class LogConfig:
         None, "folder for snapshots of GPU memory when it runs out; null = none"
     )
     memory_snapshot_step: int = key(0, "also take a snapshot after this step; 0 = never")
+    # profile
     profile: str | None = key(
         None,
         "folder for the times of all phases in one step and a trace of the next; null = none",

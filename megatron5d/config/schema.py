@@ -34,6 +34,7 @@ class InitConfig:
 class ParallelConfig:
     """Sizes of the axes, in ranks; dp = world / (tp·cp·pp) is all remaining ranks."""
 
+    # tensor
     tp: int = positive(1, "tensor parallelism", unit="ranks")
     sp: bool = key(
         False,
@@ -44,6 +45,7 @@ class ParallelConfig:
         "with sp, collectives overlap with their GEMMs; fused: needs NVLink or one host",
         choices=("none", "chunked", "fused"),
     )
+    # context
     cp: int = positive(1, "context parallelism", unit="ranks")
     cp_method: str = key(
         "ring", "how attention crosses cp", choices=("ring", "allgather", "ulysses", "two_level")
@@ -57,8 +59,10 @@ class ParallelConfig:
         False,
         "mla: send latents over cp instead of keys and values, and project them on arrival",
     )
+    # pipeline
     pp: int = positive(1, "pipeline parallelism", unit="ranks")
     vpp: int = positive(1, "model chunks per pipeline rank")
+    # experts
     ep: int = positive(1, "expert parallelism", unit="ranks")
     etp: int | None = positive(
         None, "tensor parallelism inside each expert; null = tp", unit="ranks"
@@ -69,6 +73,7 @@ class ParallelConfig:
         "1 = directly",
         unit="ranks",
     )
+    # data
     dp_replicate: int = positive(1, "HSDP: dp = dp_replicate × dp_shard", unit="ranks")
     zero: int = key(
         0,
@@ -123,6 +128,7 @@ class PipelineConfig:
         0.0, "even: the embedding on the first stage counts as this many layers"
     )
     head_layers: float = key(0.0, "even: the head on the last stage counts as this many layers")
+    # search (schedule=auto)
     memory: float = positive(
         1.0,
         "auto: activations that a rank may hold, in multiples of what 1F1B holds "
@@ -195,6 +201,7 @@ class OptimConfig:
         "optimizer; muon: orthogonal updates of the layers' matrices, AdamW for the rest",
         choices=("adamw", "muon"),
     )
+    # learning rate
     lr: float = positive(3e-4, "peak learning rate, reached after warmup_steps")
     min_lr: float = key(3e-5, "learning rate of the last step")
     schedule: str = key(
@@ -209,6 +216,7 @@ class OptimConfig:
         "unit of the schedule; samples: a step counts as much as its batch",
         choices=("steps", "samples"),
     )
+    # parameters by their names
     weight_decay: float = key(
         0.1, "decoupled, multiplied by the learning rate; norms and biases are not decayed"
     )
@@ -223,8 +231,10 @@ class OptimConfig:
         [],
         "globs of parameter names that are never updated: no gradient, no optimizer state",
     )
+    # AdamW
     betas: list[float] = key([0.9, 0.95], "adamw: of the first and second moment, each in [0, 1)")
     eps: float = positive(1e-8, "adamw: added to the root of the second moment")
+    # Muon
     momentum: float = key(
         0.95, "muon: Nesterov momentum, the share that is kept each step", below=1
     )
@@ -236,6 +246,7 @@ class OptimConfig:
         ["*embedding.*", "head.*", "*.router.*"],
         "muon: globs of parameter names that AdamW updates, besides vectors",
     )
+    # updates that are clipped or skipped
     clip: float = key(1.0, "largest global gradient norm; 0 = no clipping")
     on_nonfinite: str = key(
         "stop",
@@ -362,6 +373,7 @@ class MoeConfig:
         "tokens over ep; planned: each rank sends planned_imbalance even shares, and no counts",
         choices=("counted", "planned"),
     )
+    # instead of, or besides, the router's own choices
     jitter: float = key(
         0.0,
         "in training, a router's input is multiplied by random factors of 1 ± this; 0 = off",
@@ -427,6 +439,7 @@ class DataConfig:
     eod_mask_loss: bool = key(
         False, "leave the prediction at an end-of-document token out of the loss"
     )
+    # documents
     eod: int | None = key(
         None,
         "id of the end-of-document token; null = the tokenizer's, else documents are those of "

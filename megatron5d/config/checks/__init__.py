@@ -48,6 +48,7 @@ def run_checks(config: Config, world: int, files: bool = True) -> list[Fault]:
     for check in CHECKS:
         if (check.local and not files) or failed.intersection(check.needs):
             continue
+        # its own check has already reported an illegal value
         if len(check.knobs) > 1 and illegal.intersection(check.knobs):
             continue
         if fault := check.run(config, world):

@@ -17,7 +17,7 @@ latents         inner: qo·(inner-1)/inner                 inner the same; outer
                 + (inner-1)·(r+dr); outer:
                 (outer-1)·inner·(r+dr)
 
-In the ring of two_level, a rank has `inner` times as many tokens of 1/inner of the heads. A ring
+In the ring of two_level, a rank has `inner` times more tokens of 1/inner of the heads. A ring
 makes fewer than outer-1 hops if a window or documents hide the other blocks.
 """
 
@@ -44,8 +44,8 @@ FLOPS_PER_BYTE = 8000.0  # of attention while a byte is sent between nodes: 400 
 class Traffic:
     """Elements that one rank sends in one layer's attention for one sequence."""
 
-    inner: int = 0  # over cp_inner, forward; the backward sends as many
-    # over cp_outer, forward; the backward sends them once more, and as many gradients
+    inner: int = 0  # over cp_inner, forward; the backward sends the same number
+    # over cp_outer, forward; the backward sends them again, and their gradients
     outer: int = 0
 
     def num_bytes(self, dtype: str) -> tuple[int, int]:

@@ -174,7 +174,7 @@ def stages_have_layers(c: Config, world: int) -> Faults:
     even = pipeline.balance in ("auto", "stages") and pipeline.layout is None and not searched
     if even and c.model.num_layers < p.pp * p.vpp:
         yield fault(
-            f"parallel.pp·vpp = {p.pp}·{p.vpp} = {p.pp * p.vpp} stages require as many layers "
+            f"parallel.pp·vpp = {p.pp}·{p.vpp} = {p.pp * p.vpp} stages require one layer each "
             f"(got model.num_layers={c.model.num_layers})",
             _fewer_stages(c, world),
         )

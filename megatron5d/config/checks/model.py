@@ -68,7 +68,7 @@ def top_groups_hold_top_k(c: Config, world: int) -> Faults:
     m, group_size = c.model, c.model.num_experts // c.model.num_groups
     if m.num_experts and m.top_groups * group_size < m.top_k:
         yield fault(
-            f"model.top_k={m.top_k} requires as many experts in model.top_groups={m.top_groups} "
+            f"model.top_k={m.top_k} requires {m.top_k} experts in model.top_groups={m.top_groups} "
             f"groups (got {m.top_groups}·{group_size})",
             f"model.top_groups={-(-m.top_k // group_size)}",
         )

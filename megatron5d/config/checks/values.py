@@ -56,6 +56,7 @@ def _choice_error(name: str, value: Any) -> Expected:
 def _most_similar(value: Any, choices: Sequence[Any]) -> Any:
     if isinstance(value, int):
         return min(choices, key=lambda choice: abs(choice - value))
+    # YAML and users have other words for off and on
     off = next((word for word in ("none", "disabled", "off") if word in choices), None)
     if off and value.lower() in ("false", "no", "off", "none", "null"):
         return off
