@@ -1,5 +1,5 @@
-"""What a compiled kernel costs and which instructions it uses, read from its binary with tools of
-Triton's wheel."""
+"""Resources and instructions of a compiled kernel, read from its binary with tools of Triton's
+wheel."""
 
 import re
 import struct
@@ -13,7 +13,7 @@ from kernel_lab.capture import Launch
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_LIMIT = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
-"""KiB that a block may have on every GPU that a table serves: that of sm_80 is also for 8.6 and 8.9, 99 for its 163."""
+"""KiB per block on every GPU that a table serves: sm_80's serves 8.6 and 8.9 too (99, not 163)."""
 INSTRUCTIONS = {
     "wgmma": r"\b[HIQ]GMMA",
     "fp8 wgmma": r"\bQGMMA",
@@ -29,8 +29,8 @@ INSTRUCTIONS = {
 BESIDE = "exp2 beside wgmma"
 CASTS_TO_FP8 = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2")
 STACK_POINTER = re.compile(r"\bR1\b")
-ADDRESSES = re.compile(r"\[R1\b|^\S+ R1,|R2UR")  # what it is for: an address, or to be moved
-# without one of these there are none of INSTRUCTIONS either
+ADDRESSES = re.compile(r"\[R1\b|^\S+ R1,|R2UR")  # its legitimate uses: an address, or a move
+# PTX without one of these has none of INSTRUCTIONS either.
 COUNTED_IN_PTX = re.compile(r"mma|cp\.async|\.sys\b")
 REGISTERS_OF_SM, WARPS_OF_SM, SHARED_OF_SM = 65536, 64, 228 * 1024
 MORE_IS_BETTER = ("ctas",)
@@ -60,36 +60,31 @@ def _instructions(cubin: bytes) -> bytes:
     )
     # name, …, start, bytes
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * n) for n in range(number)]
-    (found,) = (
-        each for each in sections if cubin.startswith(b".text.", sections[names][4] + each[0])
-    )
-    return cubin[found[4] : found[4] + found[5]]
+    names_start = sections[names][4]
+    (text,) = (s for s in sections if cubin.startswith(b".text.", names_start + s[0]))
+    return cubin[text[4] : text[4] + text[5]]
 
 
 def disassemble(cubins: list[bytes], architecture: str) -> list[str]:
-    """A listing for each: of all at once, as the disassembler takes 0.4 s to start and hardly any
-    to read a kernel."""
+    """A listing of each, made at once: the disassembler takes 0.4 s to start and little more."""
     if not cubins:
         return []
-    parts = [_instructions(cubin) for cubin in cubins]
+    sections = [_instructions(cubin) for cubin in cubins]
     with tempfile.NamedTemporaryFile() as file:
-        file.write(b"".join(parts))
+        file.write(b"".join(sections))
         file.flush()
         name = architecture.replace("sm_", "SM") + ("" if architecture == "sm_80" else "a")
-        lines = _run(
-            "nvdisasm", "--binary", name, "--no-dataflow", "--no-vliw", file.name
-        ).splitlines()
-    at = [
-        int(found[1], 16) if (found := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s", line)) else -1
-        for line in lines
-    ]
-    ends = list(accumulate(map(len, parts)))
-    assert max(at) + 16 == ends[-1], (
+        listing = _run("nvdisasm", "--binary", name, "--no-dataflow", "--no-vliw", file.name)
+    lines = listing.splitlines()
+    matches = (re.match(r"\s*/\*([0-9a-f]{4,})\*/\s", line) for line in lines)
+    addresses = [int(match[1], 16) if match else -1 for match in matches]
+    bounds = list(accumulate(map(len, sections), initial=0))
+    assert max(addresses) + 16 == bounds[-1], (
         f"nvdisasm has not read {architecture} to its end: {lines[-1:]}"
     )
     return [
-        "\n".join(line for line, place in zip(lines, at) if end - len(part) <= place < end)
-        for part, end in zip(parts, ends)
+        "\n".join(line for line, address in zip(lines, addresses) if start <= address < stop)
+        for start, stop in zip(bounds, bounds[1:])
     ]
 
 
@@ -107,51 +102,51 @@ def _loops(ptx: str) -> list[str]:
 
 
 def performance(ptx: str, registers: int, shared: int, num_warps: int) -> dict[str, int]:
-    """What a model of the binary says of speed.
+    """Figures of speed, by a model of the binary.
 
     Returns:
-        ctas: how many programs share a multiprocessor, by registers (given out in eights), shared
+        ctas: programs that share a multiprocessor, by registers (allocated in eights), shared
             memory and warps.
-        barriers: of the block, outside loops; loop_barriers: in the innermost loop that has most of
+        barriers: of the block, outside loops; loop_barriers: in the innermost loop with most of
             them.
         drains: places in loops where a warp group waits for all its GEMMs: with one CTA nothing
-            runs beside the rest.
-        narrow: exchanges through shared memory of fewer than 4 bytes by an instruction.
+            else runs meanwhile.
+        narrow: exchanges through shared memory of fewer than 4 bytes per instruction.
     """
-    barrier, bodies = r"\bbar(?:rier)?\.sync", _loops(ptx)
-    innermost = [
-        one for one in bodies if not any(other in one for other in bodies if other is not one)
-    ]
-    threads = 32 * num_warps
-    by_registers = REGISTERS_OF_SM // (-(-registers // 8) * 8 * threads)
+
+    def count(pattern: str, text: str) -> int:
+        return len(re.findall(pattern, text))
+
+    barrier, drain = r"\bbar(?:rier)?\.sync", r"wgmma\.wait_group\.sync\.aligned\s+0;"
+    loops = _loops(ptx)
+    innermost = [one for one in loops if not any(two in one for two in loops if two is not one)]
+    loop_barriers = [count(barrier, loop) for loop in innermost]
+    by_registers = REGISTERS_OF_SM // (-(-registers // 8) * 8 * 32 * num_warps)
     return {
         "ctas": min(by_registers, SHARED_OF_SM // (shared + 1024), WARPS_OF_SM // num_warps, 32),
-        "barriers": len(re.findall(barrier, ptx))
-        - sum(len(re.findall(barrier, one)) for one in innermost),
-        "loop_barriers": max((len(re.findall(barrier, one)) for one in innermost), default=0),
-        "drains": sum(
-            len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0;", one)) for one in innermost
-        ),
-        "narrow": len(re.findall(r"\b(?:st|ld)\.shared\.b(?:8|16)\b", ptx)),
+        "barriers": count(barrier, ptx) - sum(loop_barriers),
+        "loop_barriers": max(loop_barriers, default=0),
+        "drains": sum(count(drain, loop) for loop in innermost),
+        "narrow": count(r"\b(?:st|ld)\.shared\.b(?:8|16)\b", ptx),
     }
 
 
 def _beside(listing: str) -> int:
-    """How many exponentials stand between a GEMM's start and the wait for it."""
-    found, waiting = 0, False
+    """Number of exponentials between a GEMM's start and the wait for it."""
+    count, running = 0, False
     for operation in re.findall(r"\bHGMMA|\bWARPGROUP\.DEPBAR|\bMUFU\.EX2", listing):
         if operation == "MUFU.EX2":
-            found += waiting
+            count += running
         else:
-            waiting = operation == "HGMMA"
-    return found
+            running = operation == "HGMMA"
+    return count
 
 
 def stack_pointer_as_number(listing: str) -> int:
-    """How many instructions compute with the stack pointer's value.
+    """Number of instructions that compute with the stack pointer's value.
 
-    ptxas 12.8 does so where it merges two casts to FP8 into a register of which it has written no
-    half: the results are wrong, and nothing else tells.
+    ptxas 12.8 does so where it merges two casts to FP8 into a register of which it has written
+    neither half. The results are wrong, and nothing else shows it.
     """
     lines = (
         re.sub(r"^\s*/\*\w+\*/\s*(?:@!?U?P\w+\s+)?", "", line) for line in listing.splitlines()
@@ -161,14 +156,11 @@ def stack_pointer_as_number(listing: str) -> int:
 
 def _amd(assembly: str) -> tuple[int, int, str]:
     def value(name: str) -> int:
-        found = re.search(rf"\.{name}: +(\d+)", assembly)
-        return int(found[1]) if found else 0
+        match = re.search(rf"\.{name}: +(\d+)", assembly)
+        return int(match[1]) if match else 0
 
-    return (
-        value("vgpr_count"),
-        value("vgpr_spill_count") + value("private_segment_fixed_size"),
-        assembly,
-    )
+    stack = value("vgpr_spill_count") + value("private_segment_fixed_size")
+    return value("vgpr_count"), stack, assembly
 
 
 def examine(launches: list[Launch], architecture: str, count: bool) -> list[dict]:
@@ -180,23 +172,24 @@ def examine(launches: list[Launch], architecture: str, count: bool) -> list[dict
         count: whether to count instructions (slower).
 
     Returns:
-        for each: registers a thread, stack bytes a thread (spills, local arrays), shared bytes a
-        block, instruction counts (BESIDE: exponentials taken while a GEMM is under way), how many
-        groups of asynchronous GEMMs the assembler closes beyond those that the program commits, and
-        `stack_pointer_as_number`.
+        For each: registers and stack bytes (spills, local arrays) per thread, shared bytes per
+        block, instruction counts (BESIDE: exponentials computed while a GEMM runs), the number of
+        groups of asynchronous GEMMs that the assembler closes beyond those that the program
+        commits, and `stack_pointer_as_number`.
     """
+    binaries = [launch.compiled.asm for launch in launches]
     if architecture.startswith("gfx"):
-        return [_report(launch, *_amd(launch.compiled.asm["amdgcn"])) for launch in launches]
-    made = [
-        (launch, launch.compiled.asm["cubin"], launch.compiled.asm["ptx"]) for launch in launches
+        return [_report(launch, *_amd(asm["amdgcn"])) for launch, asm in zip(launches, binaries)]
+    cubins = [
+        asm["cubin"]
+        for asm in binaries
+        if count and COUNTED_IN_PTX.search(asm["ptx"]) or CASTS_TO_FP8.search(asm["ptx"])
     ]
-    read = [
-        cubin
-        for _, cubin, ptx in made
-        if count and COUNTED_IN_PTX.search(ptx) or CASTS_TO_FP8.search(ptx)
+    listings = dict(zip(cubins, disassemble(cubins, architecture)))
+    return [
+        _report(launch, *_usage(asm["cubin"]), listings.get(asm["cubin"], ""))
+        for launch, asm in zip(launches, binaries)
     ]
-    listings = dict(zip(read, disassemble(read, architecture)))
-    return [_report(launch, *_usage(cubin), listings.get(cubin, "")) for launch, cubin, _ in made]
 
 
 def _report(launch: Launch, registers: int, stack: int, listing: str) -> dict:

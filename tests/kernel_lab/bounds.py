@@ -1,18 +1,18 @@
-"""Which memory a kernel may touch where there is no GPU: that of its arguments."""
+"""Memory that a kernel may access where there is no GPU: that of its arguments."""
 
 from collections.abc import Iterator
 
 import torch
 
 allowed: list[tuple[int, int]] = []
-"""First byte, and the byte after the last, of each tensor that the running kernel may touch."""
+"""First byte, and the byte after the last, of each tensor that the running kernel may access."""
 
 
 def storages(argument) -> Iterator[tuple[int, int]]:
     """Byte ranges of every tensor an argument holds."""
     if isinstance(argument, (tuple, list)):
-        for part in argument:
-            yield from storages(part)
+        for element in argument:
+            yield from storages(element)
     elif hasattr(argument, "base") and hasattr(argument, "block_shape"):
         yield from storages(argument.base)
     elif isinstance(argument, torch.Tensor):
@@ -21,7 +21,7 @@ def storages(argument) -> Iterator[tuple[int, int]]:
 
 
 class allow_memory:
-    """Let kernels touch these tensors too, though they reach them through an array of addresses."""
+    """Lets kernels access these tensors through an array of addresses."""
 
     def __init__(self, *tensors: torch.Tensor):
         self.ranges = list(storages(tensors))
@@ -30,5 +30,5 @@ class allow_memory:
         allowed.extend(self.ranges)
 
     def __exit__(self, *_):
-        for one in self.ranges:
-            allowed.remove(one)
+        for bounds in self.ranges:
+            allowed.remove(bounds)

@@ -1,8 +1,8 @@
-"""Compile kernels through their ordinary launchers, for a GPU that is not there.
+"""Compiles kernels through their ordinary launchers, for a GPU that is not there.
 
-Tensors on the meta device go through the public operations. Every launch is compiled for the target
-with the specialisation that the JIT would choose, recorded, and not run: the gate sees production's
-own signatures, constants and configurations.
+Meta tensors go through the public operations. Every launch is compiled for the target with the
+specialization that the JIT would choose, recorded, and not run: the gate sees the signatures,
+constants and configurations of production.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron5d.kernels import dispatch, tuning
 
-# a sixth of the compiler's time, and nothing is run
+# Line info takes a sixth of the compiler's time, and nothing is run.
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -61,25 +61,24 @@ class _AbsentDriver:
 
 
 def assert_launchable(kernel: str, signature: dict) -> None:
-    """Compiling is not launching: a launcher takes only those descriptors apart that are arguments
-    themselves."""
+    """Asserts that no descriptor is inside a tuple, which compiles but cannot be launched."""
     for name, kind in signature.items():
         assert not (isinstance(kind, tuple) and "tensordesc" in str(kind)), (
-            f"{kernel} compiles, but no launcher takes its argument {name}: a descriptor inside a tuple"
+            f"{kernel} compiles, but no launcher accepts its argument {name}: "
+            "a descriptor inside a tuple"
         )
 
 
 @contextlib.contextmanager
 def capture(architecture: str):
-    """Within, launches compile for `architecture` and are appended to the list it yields; one
-    architecture a process.
+    """Makes launches compile for `architecture`, one per process, without running.
 
     Args:
         architecture: a key of `TARGETS`.
 
     Yields:
-        A list of `Launch`, and the set of (operation, entry index) that launches selected from the
-        configuration table.
+        A list to which each `Launch` is appended, and the set of (operation, entry index) that
+        launches selected from the configuration table.
     """
     launches: list[Launch] = []
     selected: set[tuple[str, int]] = set()
