@@ -1,4 +1,4 @@
-"""What the compile gate compiles: every operation, both ways, at shapes that reach every tuned
+"""Cases of the compile gate: every operation, both ways, at shapes that select every tuned
 configuration."""
 
 from collections.abc import Callable
@@ -38,7 +38,8 @@ from megatron5d.kernels.providers.torch_gemm import clear_padding
 from megatron5d.kernels.symm_mem_flags import Arrivals, WaitTimeout, raise_flags, wait_flag
 
 ALL = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
-ALIKE = ("sm_90",)  # its PTX for others is this one, on sm_100 with arithmetic packed in pairs
+DAILY = ("sm_80", "sm_90", "sm_100")
+ALIKE = ("sm_90",)  # others have the same PTX, sm_100 with arithmetic packed in pairs
 HAVE_FP8 = ("sm_90", "sm_100", "sm_120")
 
 
@@ -50,24 +51,32 @@ class Case:
         run: calls public operations on meta tensors.
         promises: target -> instructions that at least one kernel of the case must contain.
         targets: where it must compile.
-        nightly: compiled only when all cases are asked for.
-        daily: those of its targets for which it is compiled where not all cases are asked for.
+        nightly: compiled with --all only.
+        daily: the targets for which it is compiled without --all.
     """
 
     run: Callable[[], object]
     promises: dict[str, tuple[str, ...]] = field(default_factory=dict)
     targets: tuple[str, ...] = ALL
     nightly: bool = False
-    daily: tuple[str, ...] = ("sm_80", "sm_90", "sm_100")
+    daily: tuple[str, ...] = DAILY
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
-    """A tensor that has a shape and no memory."""
+    """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
+float32, int64 = partial(meta, dtype=torch.float32), partial(meta, dtype=torch.int64)
+
+
+def fp8_rows(rows: int, width: int, dtype: torch.dtype = E4M3) -> Quantized:
+    """A matrix with a scale for each 1×128 group."""
+    return Quantized(meta(rows, width, dtype=dtype), float32(rows, width // 128), 1)
+
+
 def forward_and_backward(outputs) -> None:
-    """Sends a gradient of every differentiable output back."""
+    """Runs the backward with a gradient of every differentiable output."""
     outputs = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if t.requires_grad]
     torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
 
@@ -94,20 +103,15 @@ def _pointwise() -> None:
 
 def _rope(rotary_dim: int, q_dim: int, interleaved: bool) -> None:
     q, k = meta(4096, 2, 32, q_dim, grad=True), meta(4096, 2, 8, q_dim, grad=True)
-    cos, sin = (meta(4096, 1, rotary_dim // 2, dtype=torch.float32) for _ in range(2))
-    forward_and_backward(kernels.apply_rope(q, k, cos, sin, interleaved))
-    forward_and_backward(kernels.apply_rope_to_projection(q * 1, (24, 4), cos, sin, interleaved))
-    forward_and_backward(
-        kernels.apply_rope_to_ends(q * 1, k[..., :rotary_dim], cos, sin, interleaved)
-    )
+    tables = float32(4096, 1, rotary_dim // 2), float32(4096, 1, rotary_dim // 2), interleaved
+    forward_and_backward(kernels.apply_rope(q, k, *tables))
+    forward_and_backward(kernels.apply_rope_to_projection(q * 1, (24, 4), *tables))
+    forward_and_backward(kernels.apply_rope_to_ends(q * 1, k[..., :rotary_dim], *tables))
 
 
 def _vocabulary() -> None:
-    labels = meta(4096, dtype=torch.int64)
-    forward_and_backward(kernels.cross_entropy(meta(4096, 32000, grad=True), labels))
-    forward_and_backward(
-        kernels.cross_entropy(meta(4096, 32000, dtype=torch.float32, grad=True), labels)
-    )
+    for logits in (meta(4096, 32000, grad=True), float32(4096, 32000, grad=True)):
+        forward_and_backward(kernels.cross_entropy(logits, int64(4096)))
 
 
 def _attention(
@@ -118,54 +122,40 @@ def _attention(
     forward_and_backward(kernels.attention(q, k, v, scale=d**-0.5, **options))
 
 
-def _attention_ahead(d: int, dv: int, **options) -> None:
-    kernels.attention(
-        meta(4096, 2, 16, d), meta(4096, 2, 4, d), meta(4096, 2, 4, dv), scale=d**-0.5, **options
-    )
+def _attention_forward(d: int, dv: int) -> None:
+    q, k, v = meta(4096, 2, 16, d), meta(4096, 2, 4, d), meta(4096, 2, 4, dv)
+    kernels.attention(q, k, v, scale=d**-0.5)
 
 
 def _multi_tensor(grad_dtype: torch.dtype) -> None:
-    columns = {
-        name: [meta(4096, 4096, dtype=torch.float32)]
-        for name in ("master", "grad", "exp_avg", "exp_avg_sq")
-    }
-    columns["grad"], columns["copy"] = [meta(4096, 4096, dtype=grad_dtype)], [meta(4096, 4096)]
-    table, zero = TensorTable(**columns), meta(dtype=torch.float32)
+    columns = dict.fromkeys(("master", "grad", "exp_avg", "exp_avg_sq"), [float32(4096, 4096)])
+    columns |= {"grad": [meta(4096, 4096, dtype=grad_dtype)], "copy": [meta(4096, 4096)]}
+    table = TensorTable(**columns)
     squared_norm(table)
-    adamw_step(table, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 3), zero, meta(1, dtype=torch.float32))
+    adamw_step(table, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 3), float32(), float32(1))
 
 
 def _fp8() -> None:
-    x, weight = meta(4096, 7168), meta(4096, 7168)
-    rows = quantize_rows(x)
-    blocks, _ = quantize_blocks(weight)
+    x = meta(4096, 7168)
+    rows, (blocks, _) = quantize_rows(x), quantize_blocks(x)
     fp8_matmul(rows, blocks)
     quantize_rows(x, powers_of_two=True)
-    fp8_matmul(
-        quantize_rows(meta(7168, 4096)),
-        fp8_transpose(rows),
-        into=meta(7168, 7168, dtype=torch.float32),
-    )
+    fp8_matmul(quantize_rows(meta(7168, 4096)), fp8_transpose(rows), into=float32(7168, 7168))
     transpose_values(rows.values)
-    whole = Quantized(rows.values, meta(1, 1, dtype=torch.float32), 0)
-    fp8_matmul(whole, whole)
-    fp8_matmul(Quantized(meta(4096, 7168, dtype=E5M2), whole.scales, 0), whole)  # a gradient
+    one_scale = Quantized(rows.values, float32(1, 1), 0)
+    gradient = Quantized(meta(4096, 7168, dtype=E5M2), one_scale.scales, 0)
+    for a in (one_scale, gradient):
+        fp8_matmul(a, one_scale)
 
 
 def _fp8_weight_grad() -> None:
-    """As a linear layer does it: both operands from the transpose, scales of a group side by side
-    in memory."""
-    dy, x = (
-        Quantized(meta(4096, n, dtype=E4M3), meta(4096, n // 128, dtype=torch.float32), 1)
-        for n in (7168, 2048)
-    )
-    main_grad = meta(7168, 2048, dtype=torch.float32)
-    fp8_matmul(
-        fp8_transpose(dy, powers_of_two=True), fp8_transpose(x, powers_of_two=True), into=main_grad
-    )
+    """As a linear layer does it: both operands from the transpose, the scales of a group adjacent in
+    memory."""
+    dy, x = (fp8_transpose(fp8_rows(4096, n), powers_of_two=True) for n in (7168, 2048))
+    fp8_matmul(dy, x, into=float32(7168, 2048))
 
 
-def _fp8_quantised() -> None:
+def _fp8_quantizers() -> None:
     quantize_rows(meta(4096, 7168))
     quantize_blocks(meta(4096, 7168))
     _fp8_tensor()
@@ -173,49 +163,39 @@ def _fp8_quantised() -> None:
 
 def _fp8_tensor() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        quantize_tensor_both_ways(meta(4096, 7168, dtype=dtype), powers_of_two=True)
-        quantize_tensor(meta(4096, 7168, dtype=dtype), E5M2)
+        x = meta(4096, 7168, dtype=dtype)
+        quantize_tensor_both_ways(x, powers_of_two=True)
+        quantize_tensor(x, E5M2)
     x = meta(4096, 7168)
     quantize_by_row(x, amax_of_rows(x))
 
 
 def _grouped() -> None:
-    x, weight = meta(8192, 2048, grad=True), meta(64, 1408, 2048, grad=True)
-    offsets = meta(65, dtype=torch.int64)
+    x, weight, offsets = meta(8192, 2048, grad=True), meta(64, 1408, 2048, grad=True), int64(65)
     forward_and_backward(grouped_matmul(x, weight, offsets))
-    # the last tile ends in another expert
+    # the last tile ends in the next expert's rows
     grouped_input_grad(meta(4096, 1000), meta(64, 1000, 2048), offsets)
     clear_padding(meta(4096, 1000), offsets)
 
 
 def _grouped_fp8() -> None:
-    x = Quantized(
-        meta(8192, 2048, dtype=torch.float8_e4m3fn), meta(8192, 16, dtype=torch.float32), 1
-    )
-    weight = meta(64, 1408, 2048, dtype=torch.float8_e4m3fn), meta(64, 11, 16, dtype=torch.float32)
-    offsets = meta(65, dtype=torch.int64)
-    grouped_matmul_fp8(x, Quantized(*weight, 128), offsets)
+    weight = Quantized(meta(64, 1408, 2048, dtype=E4M3), float32(64, 11, 16), 128)
+    grouped_matmul_fp8(fp8_rows(8192, 2048), weight, int64(65))
 
 
 def _grouped_fp8_weight_grad() -> None:
-    offsets = meta(65, dtype=torch.int64)
-    x = Quantized(meta(8192, 2048, dtype=E4M3), meta(8192, 16, dtype=torch.float32), 1)
-    dy = Quantized(meta(8192, 1408, dtype=E5M2), meta(8192, 11, dtype=torch.float32), 1)
+    offsets = int64(65)
     quantize_blocks(meta(64, 1408, 2048), powers_of_two=True)
-    transposed, kept = (
-        fp8_transpose(x, offsets, powers_of_two=True),
-        fp8_transpose(dy, offsets, keep_scales=True),
-    )
-    grouped_weight_grad_fp8(
-        transposed, transposed, offsets, meta(64, 2048, 2048, dtype=torch.float32)
-    )
-    grouped_weight_grad_fp8(kept, transposed, offsets, meta(64, 1408, 2048))
+    x = fp8_transpose(fp8_rows(8192, 2048), offsets, powers_of_two=True)
+    dy = fp8_transpose(fp8_rows(8192, 1408, E5M2), offsets, keep_scales=True)
+    grouped_weight_grad_fp8(x, x, offsets, float32(64, 2048, 2048))
+    grouped_weight_grad_fp8(dy, x, offsets, meta(64, 1408, 2048))
 
 
 def _overlap(size: int, transposed: bool) -> None:
     x, flags = meta(size, 1024, 4096), meta(size, dtype=torch.int32)
     weight = meta(4096, 1792) if transposed else meta(1792, 4096)
-    addresses, buffers = meta(size, dtype=torch.int64), [meta(1024, 1792) for _ in range(size)]
+    addresses, buffers = int64(size), [meta(1024, 1792) for _ in range(size)]
     arrivals = Arrivals(flags, 1, WaitTimeout(900.0, flags.device))
     all_gather_gemm(x, weight, arrivals, 1, transposed)
     out = PeerBuffers(buffers, list(flags.split(1)), addresses, addresses, flags)
@@ -226,51 +206,45 @@ def _overlap(size: int, transposed: bool) -> None:
 
 
 def _fp8_fused() -> None:
-    for weights in (None, meta(4096, dtype=torch.float32)):
-        swiglu_quantized(meta(4096, 2 * 2048), weights=weights, powers_of_two=True)
-    swiglu_backward_quantized(meta(4096, 2048), meta(4096, 2 * 2048), powers_of_two=True)
+    scales = {"powers_of_two": True}
+    for weights in (None, float32(4096)):
+        swiglu_quantized(meta(4096, 2 * 2048), weights=weights, **scales)
+    swiglu_backward_quantized(meta(4096, 2048), meta(4096, 2 * 2048), **scales)
     for width in (2048, 7168, 16384):
-        norm_quantized(
-            meta(4096, width), meta(width), None, 1e-5, centered=False, powers_of_two=True
-        )
-        norm_quantized(
-            meta(4096, width), meta(width), meta(width), 1e-5, centered=True, powers_of_two=True
-        )
+        x, weight = meta(4096, width), meta(width)
+        norm_quantized(x, weight, None, 1e-5, centered=False, **scales)
+        norm_quantized(x, weight, meta(width), 1e-5, centered=True, **scales)
 
 
 def _moe() -> None:
-    bias = meta(256, dtype=torch.float32)
-    for experts, kind, given in ((64, "softmax", None), (256, "sigmoid", bias)):
-        logits = meta(8192, experts, dtype=torch.float32, grad=True)
-        chosen, weights = routing.route(logits, 8, kind, True, 1.0, given)
-        where = moe.permutation(chosen, experts)
-        rows, by_row = moe.permute_weighted(meta(8192, 2048, grad=True), weights, where)
-        torch.autograd.backward(
-            (moe.unpermute(rows, where), by_row), (meta(8192, 2048), by_row.detach())
-        )
-    routing.top_experts(meta(8192, 8, dtype=torch.float32), 4)
+    for experts, kind, bias in ((64, "softmax", None), (256, "sigmoid", float32(256))):
+        logits = float32(8192, experts, grad=True)
+        chosen, weights = routing.route(logits, 8, kind, True, 1.0, bias)
+        order = moe.permutation(chosen, experts)
+        rows, by_row = moe.permute_weighted(meta(8192, 2048, grad=True), weights, order)
+        forward_and_backward((moe.unpermute(rows, order), by_row))
+    routing.top_experts(float32(8192, 8), 4)
 
 
 def _embedding() -> None:
-    accumulate_rows(
-        meta(16032, 4096, dtype=torch.float32), meta(8192, dtype=torch.int64), meta(8192, 4096)
-    )
+    accumulate_rows(float32(16032, 4096), int64(8192), meta(8192, 4096))
 
 
-HOPPER_ATTENTION = {
+BY_DESCRIPTORS = {
     "sm_80": ("mma",),
     "sm_90": ("wgmma", "bulk load"),
     "sm_100": ("tcgen05", "bulk load"),
 }
-# what orders the data of other ranks before their flags
+# These order the data of other ranks before their flags.
 FLAGS = ("system acquire", "system release")
 OVERLAP = {
     "sm_80": ("mma", "async copy", *FLAGS),
     "sm_90": ("wgmma", "bulk load", *FLAGS),
     "sm_100": ("tcgen05", *FLAGS),
 }
-DOCUMENTS = {"documents": meta(2, 4096, dtype=torch.int64)}
-FEW = {"batch": 1, "heads": 1}  # the keys' backward cuts its work into shares
+FP8_GEMM = {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}
+DOCUMENTS = {"documents": int64(2, 4096)}
+FEW = {"batch": 1, "heads": 1}  # so few that the keys' backward cuts its work into shares
 ATTENTION = {
     "64": (64, 64, {}),
     "128": (128, 128, {}),
@@ -292,59 +266,39 @@ ATTENTION_NIGHTLY = {
     "256-window-softcap": (256, 256, {"window": 1024, "softcap": 50.0}),
     "192-128-documents": (192, 128, DOCUMENTS),
 }
+AHEAD = {"64": (64, 64), "128": (128, 128), "192-128": (192, 128)}
 
 
 def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
-    def case(name, d, dv, options):
-        daily = ("sm_80", "sm_90", "sm_100") if name in ("128", "128-few") else ("sm_90",)
-        return Case(
-            lambda: _attention(d, dv, **options), HOPPER_ATTENTION, nightly=nightly, daily=daily
+    return {
+        f"attention-{name}": Case(
+            partial(_attention, d, dv, **options),
+            BY_DESCRIPTORS,
+            nightly=nightly,
+            daily=DAILY if name in ("128", "128-few") else ALIKE,
         )
-
-    return {f"attention-{name}": case(name, *row) for name, row in table.items()}
-
-
-def _ahead_cases() -> dict[str, Case]:
-    """The forward alone, on Hopper: its exponentials are taken while the next GEMM runs."""
-
-    def case(d, dv, options):
-        return Case(
-            lambda: _attention_ahead(d, dv, **options), {"sm_90": (BESIDE,)}, targets=("sm_90",)
-        )
-
-    table: dict[str, tuple] = {"64": (64, 64, {}), "128": (128, 128, {}), "192-128": (192, 128, {})}
-    return {f"attention-ahead-{name}": case(*row) for name, row in table.items()}
+        for name, (d, dv, options) in table.items()
+    }
 
 
 CASES: dict[str, Case] = {
     **_attention_cases(ATTENTION, nightly=False),
     **_attention_cases(ATTENTION_NIGHTLY, nightly=True),
-    **_ahead_cases(),
-    "fp8": Case(
-        _fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8
-    ),
-    "fp8-weight-grad": Case(
-        _fp8_weight_grad, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
-    ),
+    # The forward alone, on Hopper: its exponentials are computed while the next GEMM runs.
+    **{
+        f"attention-ahead-{name}": Case(
+            partial(_attention_forward, *dims), {"sm_90": (BESIDE,)}, ALIKE
+        )
+        for name, dims in AHEAD.items()
+    },
+    "fp8": Case(_fp8, {**FP8_GEMM, "sm_100": ("tcgen05", "bulk load")}, HAVE_FP8),
+    "fp8-weight-grad": Case(_fp8_weight_grad, FP8_GEMM, HAVE_FP8),
     "fp8-tensor": Case(_fp8_tensor, targets=HAVE_FP8, daily=ALIKE),
     # its GEMMs take the plain path there
-    "fp8-quantised": Case(_fp8_quantised, targets=("gfx942",), nightly=True),
-    "grouped": Case(
-        _grouped,
-        {
-            "sm_80": ("mma", "async copy"),
-            "sm_90": ("wgmma", "bulk load"),
-            "sm_100": ("tcgen05", "bulk load"),
-        },
-    ),
-    "grouped-fp8": Case(
-        _grouped_fp8, {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)}, HAVE_FP8
-    ),
-    "grouped-fp8-weight-grad": Case(
-        _grouped_fp8_weight_grad,
-        {"sm_90": ("fp8 wgmma", "bulk load"), "sm_100": ("tcgen05",)},
-        HAVE_FP8,
-    ),
+    "fp8-quantised": Case(_fp8_quantizers, targets=("gfx942",), nightly=True),
+    "grouped": Case(_grouped, {**BY_DESCRIPTORS, "sm_80": ("mma", "async copy")}),
+    "grouped-fp8": Case(_grouped_fp8, FP8_GEMM, HAVE_FP8),
+    "grouped-fp8-weight-grad": Case(_grouped_fp8_weight_grad, FP8_GEMM, HAVE_FP8),
     "overlap": Case(lambda: _overlap(8, False), OVERLAP),
     "overlap-transposed": Case(lambda: _overlap(4, True), OVERLAP),
     "fp8-fused": Case(_fp8_fused, targets=HAVE_FP8, daily=ALIKE),
