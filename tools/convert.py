@@ -1,16 +1,14 @@
 """Convert checkpoints from and to Hugging Face folders and Megatron-LM, one tensor at a time.
 
     python tools/convert.py from-hf --hf DIR --out CHECKPOINTS [--mtp]
-    python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--dtype bf16]
-                            [--tokenizer PATH | --no-tokenizer]
+    python tools/convert.py to-hf --checkpoint CHECKPOINTS --out DIR [--tokenizer PATH]
     python tools/convert.py from-megatron --megatron DIR --out CHECKPOINTS [--vocab-size N]
     python tools/convert.py to-megatron --checkpoint CHECKPOINTS --out DIR
     python tools/convert.py reshard CHECKPOINTS NEW_CHECKPOINTS --world 16 parallel.tp=4
     python tools/convert.py inspect | verify CHECKPOINTS
     python tools/convert.py diff A B [--tolerance 1e-6]
     python tools/convert.py average CHECKPOINTS --last 5 --out NEW_CHECKPOINTS
-    python tools/convert.py upcycle --checkpoint CHECKPOINTS --out NEW_CHECKPOINTS
-                            --num-experts 8 --top-k 2
+    python tools/convert.py upcycle --checkpoint CHECKPOINTS --out NEW --num-experts 8 --top-k 2
 
 CHECKPOINTS is a directory of checkpoints, whose newest complete one is read, or one of them. Any
 layout may have saved it.
@@ -27,7 +25,7 @@ from-megatron  reads a GPT model of Megatron-Core, from torch_dist or mp_rank fi
 to-megatron    writes weights for --load and --use-checkpoint-args of Megatron-LM.
 reshard        writes the checkpoint that the ranks of another layout would have saved.
 upcycle        writes a mixture of experts that computes what the dense model does
-               (docs/experts.md). Train it with init.from_checkpoint=NEW_CHECKPOINTS and the
+               (docs/experts.md). Train it with init.from_checkpoint=NEW and the
                architecture that is printed.
 
 Families, by model_type: llama, mistral, qwen2, qwen3, olmo2, gemma, gemma2, gemma3_text, gpt2,

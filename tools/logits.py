@@ -1,8 +1,7 @@
 """Write a model's logits on given token ids to a .npy file, to check an import or a checkpoint.
 
     python tools/logits.py --hf DIR --tokens ids.npy --dtype fp64 --out logits.npy
-    torchrun --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --sp --tokens ids.npy
-                                                --out logits.npy
+    torchrun --nproc-per-node 4 tools/logits.py --checkpoint DIR --tp 2 --tokens ids.npy --out o.npy
 
 Ids [b, s] of any integer type, or [s] for one row, give logits [b, s, vocab_size]: float64 with
 --dtype fp64, else float32. Further ranks than --tp divide the rows. Exit code 2 for bad input.

@@ -1,9 +1,7 @@
 """Make Megatron token files from texts: jsonl, parquet and text, plain or compressed; source code.
 
-    python tools/preprocess.py --input corpus.jsonl.zst --tokenizer tok.model --out data/corpus
-                               --append-eod --workers 8
-    python tools/preprocess.py --input src/ --glob '*.py' --exclude tests --tokenizer tok.model
-                               --out data/src
+    python tools/preprocess.py --input web.jsonl.zst --append-eod --tokenizer tok.model --out web
+    python tools/preprocess.py --input src/ --glob '*.py' --tokenizer tok.model --out data/src
 
 Several --json-keys make a dataset PREFIX_KEY each. A run that was killed continues when the same
 command is given again, and ends with the same bytes. Exit codes: 0 done, or nothing to do; 2 for

@@ -46,7 +46,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the source of a model for inference, its dtype and its tensor-parallel ranks."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="a checkpoint, or a directory of them"
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint, or a directory of them: its newest complete one",
     )
     source.add_argument(
         "--hf", type=Path, metavar="DIR", help="Hugging Face folder: config.json and safetensors"
@@ -54,7 +57,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["fp64", "fp32", "bf16"],
-        help="of the computation (default: the source's)",
+        help="of the computation (default: the checkpoint's, or fp32)",
     )
     parser.add_argument(
         "--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)"
