@@ -143,7 +143,7 @@ def even_ranks(
         rank_loads += share[:, stage]
     counts = np.rint(loads - ends).astype(int)
     # Move layers as long as that helps; option 0 is to move none.
-    best = -1
+    best = None
     while best != 0:
         busiest = (share @ (counts + ends)).argmax()
         options = np.array([counts, *_moves(counts, share[busiest] > 0)])

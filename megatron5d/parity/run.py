@@ -138,8 +138,8 @@ def train_on_rank(
     phases: bool,
 ) -> RankRecord:
     """Runs the steps of one rank; arguments as of `short_run`."""
-    sizes, kv_heads = sizes_of(config, world), config.model.num_kv_heads
-    mesh = build_mesh(sizes, rank, num_kv_heads=kv_heads, shared=layout.shared)
+    kv_heads = config.model.num_kv_heads
+    mesh = build_mesh(sizes_of(config, world), rank, num_kv_heads=kv_heads, shared=layout.shared)
     model = GPT(config, mesh, "cpu", layout.stage_specs(mesh["pp"].rank), layout.shared)
     model.initialize(config.train.seed)
     perturb(model.weights(), coarse)

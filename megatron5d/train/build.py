@@ -94,11 +94,7 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
     """
     on_gpu = process.device.type == "cuda"
     if config.train.cuda_graph != "none" and on_gpu:
-        # The default stream cannot be captured, and autograd runs on the stream of the forward.
-        stream = torch.cuda.Stream(process.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        torch.cuda.set_stream(stream)
-
+        _leave_default_stream(process.device)
     ledger = Ledger(process.device)
     mesh = build_mesh(
         sizes_of(config, process.world),
@@ -142,6 +138,13 @@ def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:
         notes=[note for note in notes if note],
         padded=on_rank_0(lambda: may_hold_padding(config)),
     )
+
+
+def _leave_default_stream(device: torch.device) -> None:
+    """The default stream cannot be captured, and autograd runs on the stream of the forward."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_stream(stream)
 
 
 def _checkpoint_notes(config: Config, progress: Progress) -> list[str]:

@@ -17,6 +17,7 @@ from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
 from megatron5d.config.derived import batch_schedule
 from megatron5d.config.schema import Config
+from megatron5d.data.batch import Loader
 from megatron5d.model.flops import parameter_count
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
@@ -228,16 +229,8 @@ def _steps(
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
-            # train: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens; none in data.skip_steps
-            first = loader.consumed_samples
-            batches = next(loader)
-            step_samples = StepSamples(progress.step + 1, range(first, loader.consumed_samples))
-            lr = learning_rate(config.optim, step_samples.step, train.steps, schedule)
-            watched = progress.step == 0 or _is_due(step_samples.step, config.moe.log_every)
-            with step_context() if batches else nullcontext():
-                result = run.trainer.step(batches, lr, bool(stop), watched, step_samples)
-                reporter.stop_clock()  # before the profiler writes
-            _advance(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
+            lr = learning_rate(config.optim, progress.step + 1, train.steps, schedule)
+            result = _train_step(run, reporter, loader, lr, stop, step_context)
             stopped, at_end = result.stop, progress.step == last
             snapshots.after_step(progress.step)
 
@@ -260,6 +253,29 @@ def _steps(
         saved = f"; checkpoint at step {saved_at}" if saver else ""
         reporter.say(f"stopped on {stop.received or SIGNAL_ELSEWHERE}{saved}")
     return stopped and progress.step < train.steps
+
+
+def _train_step(
+    run: Run,
+    reporter: Reporter,
+    loader: Loader,
+    lr: float,
+    stop: StopFlag,
+    step_context: Callable[[], AbstractContextManager[None]],
+) -> StepResult:
+    """Trains on the next global batch: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens per rank.
+
+    There are no micro-batches in a step of data.skip_steps.
+    """
+    progress, first = run.progress, loader.consumed_samples
+    batches = next(loader)
+    samples = StepSamples(progress.step + 1, range(first, loader.consumed_samples))
+    watched = progress.step == 0 or _is_due(samples.step, run.config.moe.log_every)
+    with step_context() if batches else nullcontext():
+        result = run.trainer.step(batches, lr, bool(stop), watched, samples)
+        reporter.stop_clock()  # before the profiler writes
+    _advance(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
+    return result
 
 
 def _step_context(run: Run, reporter: Reporter) -> Callable[[], AbstractContextManager[None]]:

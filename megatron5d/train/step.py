@@ -160,14 +160,12 @@ class Trainer:
             sums: as `accumulate` returned them.
             stop: this rank was asked to stop.
             cp_balance: of this rank's micro-batches (`imbalance_of`).
-            where: as in `step`.
+            samples: as in `step`.
 
         Comm: all_reduce world of a few numbers; more where the guard finds one that is not finite.
         """
-        names: tuple[str, ...] = ()
-        values = sums[:0]
-        if self.balancer is not None:
-            names, values = self.balancer.loss_names, self.balancer.loss_values
+        balancer = self.balancer
+        names, values = (balancer.loss_names, balancer.loss_values) if balancer else ((), sums[:0])
         # Filled on the device: a copy from the host would wait for it.
         stops, balances = sums.new_full((1,), float(stop)), sums.new_full((1,), cp_balance)
         capacity = self.send_capacity

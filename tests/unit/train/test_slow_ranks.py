@@ -219,9 +219,9 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(
 
 def test_fused_gemms_wait_for_their_neighbours_unseen(judge, judged):
     judge._run.config = Config(parallel=ParallelConfig(tp=2, sp=True, tp_overlap="fused"))
-    told = [judged(*UNEVEN)[1] for _ in range(RECORDS)]
-    assert told[-1][0].endswith(
-        "; under parallel.tp_overlap=fused the slow one may be a tp neighbour"
+    messages = [judged(*UNEVEN)[1] for _ in range(RECORDS)]
+    assert messages[-1][0].endswith(
+        "; with parallel.tp_overlap=fused the slow rank may be a tp neighbor"
     )
 
 
@@ -238,9 +238,9 @@ def test_garbage_collection_counts_in_no_step_and_outside_of_steps_not_at_all(mo
     ranks = SlowRanks(run)
 
     def collect(seconds):
-        ranks._collecting("start", {})
+        ranks._time_collection("start", {})
         now[0] += seconds
-        ranks._collecting("stop", {})
+        ranks._time_collection("stop", {})
 
     for _ in range(3):
         ranks.start()
