@@ -13,7 +13,7 @@ from megatron5d.planning.planned_config import planned_config
 from megatron5d.planning.time.predict import Estimator
 from megatron5d.tools.report import collect
 from megatron5d.tools.report.collect import SWITCHES, grid_record
-from megatron5d.tools.report.report import Question, page_of, report_of
+from megatron5d.tools.report.report import ReportOptions, page_of, report_of
 from megatron5d.tools.report.runs import run_record
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
 
@@ -42,7 +42,7 @@ KINDS = [kind for _, kind in collect.DIMENSIONS]
 @pytest.fixture(scope="module")
 def report():
 
-    question = Question(
+    options = ReportOptions(
         overrides=OVERRIDES, world=WORLD, device="h100", against="parallel.tp=1 parallel.sp=false"
     )
     log = [
@@ -64,8 +64,8 @@ def report():
     ]
     with pytest.MonkeyPatch.context() as patch:
         # combinations of switches would only take time here
-        patch.setattr(collect, "MOST_VARIANTS_S", 0.0)
-        numbers = report_of(question)
+        patch.setattr(collect, "MAX_VARIANTS_S", 0.0)
+        numbers = report_of(options)
     return numbers | {"runs": [run_record("a run", log, saved=[20])]}
 
 
@@ -84,9 +84,9 @@ def browser(report, tmp_path_factory):
     "overrides, error",
     [
         ([], "MFU ± 6% of it"),
-        (["model=tiny_moe"], "MFU (such runs were never measured)"),
-        (["parallel.cp=2"], "MFU (such runs were never measured)"),
-        (["optim.name=muon"], "MFU (such runs were never measured)"),
+        (["model=tiny_moe"], "MFU (no such run was measured)"),
+        (["parallel.cp=2"], "MFU (no such run was measured)"),
+        (["optim.name=muon"], "MFU (no such run was measured)"),
     ],
 )
 def test_the_error_of_predicted_times_is_told_of_runs_like_those_it_was_found_on(overrides, error):
@@ -242,7 +242,7 @@ def test_a_second_schedule_and_the_second_layout(browser, report):
 def test_figures_open_their_formula(browser):
     browser.run("document.querySelector('#memory button.figure').click()")
     assert browser.run("return document.querySelector('#source-file').textContent").endswith(
-        "memory_forecast.py"
+        "memory/forecast.py"
     )
     browser.run("document.querySelector('#source').close()")
 

@@ -1,8 +1,7 @@
-"""A layout as one JSON object: its memory, step time, layer, grid and pipeline, and the same
-without each dimension.
+"""Numbers of a layout for a report: memory, step time, layer, grid and pipeline.
 
-Every number comes from the planner, the schedule simulator, or a layer that runs on the meta
-device.
+Variants without each parallel dimension are compared with the layout. The numbers come from the
+planner, the schedule simulator, and a layer that runs on the meta device.
 """
 
 from __future__ import annotations
@@ -10,26 +9,22 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from math import ceil
 from typing import Any
 
-from torch import Tensor, nn
-
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
-from megatron5d.model.gpt import GPT
 from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.peak import Moment
 from megatron5d.planning.memory.rank_memory import RankMemory, gigabytes
 from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.time.predict import Estimator, bytes_on
-from megatron5d.planning.time.work import Work
-from megatron5d.planning.time.workload import Workloads
+from megatron5d.tools.report.layer import layer_record, name_cuts
 from megatron5d.tools.report.timeline import (
     estimator_on,
     memory_over_time,
@@ -37,102 +32,7 @@ from megatron5d.tools.report.timeline import (
     workloads_of,
 )
 from megatron5d.topology.grid import Grid, dense_grid, expert_grid
-from megatron5d.topology.shard_spec import spec_of
 from megatron5d.train.build import sizes_of
-
-SHOWN = ("F", "B")
-
-
-def layer_record(config: Config, workloads: Workloads) -> list[dict[str, Any]]:
-    """Returns the phases of a block under a layout: their weights, tensors, messages and work for
-    one micro-batch.
-
-    Returns:
-        For each phase `name`; `weights` and `tensors`, each with the shape that a rank holds;
-        `sent`, one entry for a collective of a pass (bytes of one rank); `kept_bytes` between
-        forward and backward; and `flops` by pass.
-    """
-    phases, passes, tensors = workloads.block(config, _watch)
-    record = []
-    for number, phase in enumerate(phases):
-        works = {
-            op: passes[op][phase].times(config.train.mbs) for op in SHOWN if phase in passes[op]
-        }
-        forward = works.get("F", Work())
-        record.append(
-            {
-                "name": getattr(phase, "kind", None) or type(phase).__name__,
-                "type": type(phase).__name__,
-                "weights": [_weight(name, weight) for name, weight in phase.named_parameters()],
-                "tensors": _tensors_of(phase, number, tensors),
-                "sent": [entry for op, work in works.items() for entry in _sent(op, work)],
-                "kept_bytes": forward.kept_bytes,
-                "flops": {op: work.flops for op, work in works.items()},
-            }
-        )
-    return record
-
-
-def _weight(name: str, weight: nn.Parameter) -> dict[str, Any]:
-    spec = spec_of(weight)
-    local = list(weight.shape)
-    return {
-        "name": name.removesuffix(".weight"),
-        "whole": list(spec.shape),
-        "local": local,
-        "expert": spec.expert,
-        "bytes": weight.numel() * weight.element_size(),
-    }
-
-
-def _sent(op: str, work: Work) -> list[dict[str, Any]]:
-    return [
-        {
-            "pass": op,
-            "axis": axis,
-            "operation": operation,
-            "calls": traffic.calls,
-            "bytes": traffic.num_bytes,
-        }
-        for (axis, operation), traffic in work.sent.items()
-        if traffic.num_bytes
-    ]
-
-
-def _watch(model: GPT) -> dict[str, tuple[int, ...]]:
-    """Has the first call of every module of the model's blocks noted: module -> shape of its
-    output."""
-    tensors: dict[str, tuple[int, ...]] = {}
-    for unit in model.units:
-        for phase in unit:
-            for module in phase.modules():
-                if not list(module.children()) or module is phase:
-                    _note_output(module, tensors)
-    return tensors
-
-
-def _note_output(module: nn.Module, tensors: dict[str, tuple[int, ...]]) -> None:
-    forward, key = module.forward, str(id(module))
-
-    def noted(*args, **kwargs):
-        out = forward(*args, **kwargs)
-        first = out[0] if isinstance(out, tuple) else out
-        if isinstance(first, Tensor):
-            tensors.setdefault(key, tuple(first.shape))
-        return out
-
-    module.forward = noted
-
-
-def _tensors_of(
-    phase: nn.Module, number: int, tensors: Mapping[str, tuple[int, ...]]
-) -> list[dict[str, Any]]:
-    return [
-        {"name": f"output of {name or 'the phase'}", "local": list(tensors[str(id(module))])}
-        for name, module in phase.named_modules()
-        if str(id(module)) in tensors
-    ]
-
 
 SWITCHES: dict[str, Change] = {
     "zero": {"parallel.zero": 0},
@@ -147,7 +47,7 @@ SWITCHES: dict[str, Change] = {
     },
     "ep": {"parallel.ep": 1, "parallel.etp": None},
 }
-"""Dimension -> the change that switches it off; its ranks then go to data parallelism."""
+"""Dimension -> the change that switches it off; its ranks then join data parallelism."""
 DIMENSIONS = (
     ("the pipeline", "bubble"),
     ("tensor parallelism", "tp"),
@@ -155,21 +55,20 @@ DIMENSIONS = (
     ("context parallelism", "cp"),
     ("data parallelism", "dp"),
 )
-"""What may cost time, and its kind among a step's seconds."""
-# combinations of two or more switches are tried until a layout has taken so long
-MOST_VARIANTS_S = 12.0
-# of predicted step times, on 71 published runs that were not fitted (docs/planning.md)
+"""Name of each parallel dimension, and the kind of step time that it costs."""
+MAX_VARIANTS_S = 12.0  # time limit for computing combinations of switches
+# Median error of predicted step times on 71 published runs not used for fitting (docs/planning.md).
 MEDIAN_ERROR = 0.06
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReportLayout:
     """A layout to report on."""
 
     name: str  # shown for it
     config: Config
-    world: int
-    cluster: Cluster | None  # device and network; None = CPUs, of which no time is predicted
+    world: int  # number of ranks
+    cluster: Cluster | None  # device and network; None = CPUs, whose time is not predicted
 
     @property
     def target(self) -> Target:
@@ -178,73 +77,91 @@ class Asked:
         )
 
 
-def layout_record(asked: Asked) -> dict[str, Any]:
-    """Returns a layout with its variants, grid and pipeline."""
-    config, world, until = asked.config, asked.world, time.monotonic() + MOST_VARIANTS_S
-    on = _switched_on(config)
-    # ZeRO stage -> variant
-    known = ({0: "zero"} if "zero" in on else {}) | {config.parallel.zero: ""}
-    quietly = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C without a traceback; the parent tells
-    with ProcessPoolExecutor(2, initializer=signal.signal, initargs=quietly) as pool:
-        itself = pool.submit(_itself, asked)
-        stages = {
-            stage: pool.submit(zero_stage, asked, stage) for stage in range(4) if stage not in known
-        }
-        pipeline = pool.submit(pipeline_record, config, world, asked.cluster)
-        variants = _variants(pool, asked, on, until)
-        timelines, (variants[""], over_time) = pipeline.result(), itself.result()
-    zero_stages = [
-        stages[stage].result() if stage in stages else _without_layer(variants[known[stage]], stage)
-        for stage in range(4)
-    ]
-    if "sent_bytes" not in variants[""]:  # where no time is predicted
-        variants[""]["sent_bytes"] = [
-            dict(sent) for sent in bytes_on(config, world, quick_layout(config, world))
-        ]
-    name_cuts(variants, on)
-    sizes = sizes_of(config, world)
-    dense = dense_grid(sizes)
-    expert = expert_grid(sizes, dense)
+def layout_record(layout: ReportLayout) -> dict[str, Any]:
+    """Numbers of a layout with its variants, grid and pipeline."""
+    config, world, cluster = layout.config, layout.world, layout.cluster
+    switches = _active_dimensions(config)
+    variants, zero_stages, timelines, over_time = _forecasts(layout, switches)
+    numbers = variants[""]
+    if "sent_bytes" not in numbers:  # the estimator, which counts them, did not run
+        sent_by_rank = bytes_on(config, world, quick_layout(config, world))
+        numbers["sent_bytes"] = [dict(sent) for sent in sent_by_rank]
+    name_cuts(variants, switches)
     return {
-        "name": asked.name,
-        "sentence": _sentence(config, variants[""], timelines, asked.cluster),
+        "name": layout.name,
+        "sentence": _sentence(config, numbers, timelines, cluster),
         "world": world,
-        "device": _device(asked.cluster),
+        "device": _device(cluster),
         "model": _model(config),
-        "sizes": {name: getattr(sizes, name) for name in ("dp", "tp", "cp", "pp", "ep", "etp")}
-        | {"sp": config.parallel.sp, "zero": config.parallel.zero, "vpp": config.parallel.vpp},
-        "switches": list(on),
+        "switches": list(switches),
         "variants": variants,
         "zero_stages": zero_stages,
-        "grid": {
-            "dense": grid_record(dense),
-            "expert": grid_record(expert) if config.model.num_experts else None,
-        },
         "pipeline": timelines,
         "memory_over_time": over_time,
+        **_sizes_and_grids(config, world),
+    }
+
+
+def _forecasts(
+    layout: ReportLayout, switches: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Runs the forecasts in two processes: variants, ZeRO stages, timelines, memory over time."""
+    until = time.monotonic() + MAX_VARIANTS_S
+    # Of the ZeRO stages, the layout's own and (by switching ZeRO off) stage 0 are variants.
+    variant_of_stage = {0: "zero"} if "zero" in switches else {}
+    variant_of_stage |= {layout.config.parallel.zero: ""}
+    # On Ctrl-C the workers end without a traceback; the parent reports the interrupt.
+    default_interrupt = (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(2, initializer=signal.signal, initargs=default_interrupt) as pool:
+        base = pool.submit(_base_record, layout)
+        stages: dict[int, Future[dict[str, Any]]] = {
+            stage: pool.submit(zero_stage, layout, stage)
+            for stage in range(4)
+            if stage not in variant_of_stage
+        }
+        timelines = pool.submit(pipeline_record, layout.config, layout.world, layout.cluster)
+        variants = _variants(pool, layout, switches, until)
+        variants[""], over_time = base.result()
+    zero_stages = [
+        stages[stage].result()
+        if stage in stages
+        else _without_layer(variants[variant_of_stage[stage]], stage)
+        for stage in range(4)
+    ]
+    return variants, zero_stages, timelines.result(), over_time
+
+
+def _sizes_and_grids(config: Config, world: int) -> dict[str, Any]:
+    sizes, parallel = sizes_of(config, world), config.parallel
+    dense = dense_grid(sizes)
+    expert = grid_record(expert_grid(sizes, dense)) if config.model.num_experts else None
+    return {
+        "sizes": {name: getattr(sizes, name) for name in ("dp", "tp", "cp", "pp", "ep", "etp")}
+        | {"sp": parallel.sp, "zero": parallel.zero, "vpp": parallel.vpp},
+        "grid": {"dense": grid_record(dense), "expert": expert},
     }
 
 
 def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Returns what differs between two layouts, in words."""
-    words = [
+    """Sentences that compare the second layout with the first."""
+    sentences = [
         f"{name}: {value} → {second['sizes'][name]}"
         for name, value in first["sizes"].items()
         if value != second["sizes"][name]
     ]
     a, b = first["variants"][""], second["variants"][""]
     ratio = b["needed_bytes"] / a["needed_bytes"]
-    words.append(
-        f"{second['name']} needs {abs(1 - ratio):.0%} {'more' if ratio > 1 else 'less'} memory a rank"
-    )
+    comparison = f"{abs(1 - ratio):.0%} {'more' if ratio > 1 else 'less'} memory per rank"
+    sentences.append(f"{second['name']} needs {comparison}")
     if a.get("step_time_s") and b.get("step_time_s"):
         ratio = b["step_time_s"] / a["step_time_s"]
-        words.append(f"its step takes {abs(1 - ratio):.0%} {'longer' if ratio > 1 else 'less'}")
+        comparison = f"{abs(1 - ratio):.0%} {'longer' if ratio > 1 else 'less'}"
+        sentences.append(f"its step takes {comparison}")
         for kind, value in b["seconds"].items():
             change = (value - a["seconds"].get(kind, 0.0)) / a["step_time_s"]
             if abs(change) > 0.02:
-                words.append(f"{kind}: {change:+.0%} of the first one's step")
-    return words
+                sentences.append(f"{kind}: {change:+.0%} of the first layout's step")
+    return sentences
 
 
 def _sentence(
@@ -253,32 +170,35 @@ def _sentence(
     timelines: list[dict[str, Any]],
     cluster: Cluster | None,
 ) -> str:
-    said = [f"Needs {gigabytes(numbers['needed_bytes'])} a rank"]
+    """Summary of a layout: whether it fits, its MFU, and the dimension that costs most time."""
+    clauses = [f"Needs {gigabytes(numbers['needed_bytes'])} per rank"]
     if cluster is not None:
         spare = (cluster.memory_bytes - numbers["needed_bytes"]) / GIB
-        said = [
+        clauses = [
             f"Fits with {spare:.1f} GiB to spare"
             if spare >= 0
             else f"Does not fit: {-spare:.1f} GiB too much"
         ]
     if "mfu" in numbers:
-        unlike = (
-            config.model.num_experts or config.parallel.cp > 1 or config.precision.fp8 != "none"
+        is_measured = not (
+            config.model.num_experts
+            or config.parallel.cp > 1
+            or config.precision.fp8 != "none"
+            or config.optim.name != "adamw"
         )
-        measured = not unlike and config.optim.name == "adamw"  # as those of MEDIAN_ERROR
-        error = f"± {MEDIAN_ERROR:.0%} of it" if measured else "(such runs were never measured)"
-        said.append(f"{numbers['mfu']:.0%} MFU {error}")
+        error = f"± {MEDIAN_ERROR:.0%} of it" if is_measured else "(no such run was measured)"
+        clauses.append(f"{numbers['mfu']:.0%} MFU {error}")
         name, kind = max(DIMENSIONS, key=lambda item: numbers["seconds"][item[1]])
-        most = numbers["seconds"][kind] / numbers["step_time_s"]
-        said.append(f"{name} costs {most:.0%}" if most >= 0.005 else "no dimension costs time")
+        share = numbers["seconds"][kind] / numbers["step_time_s"]
+        clauses.append(f"{name} costs {share:.0%}" if share >= 0.005 else "no dimension costs time")
     elif timelines and "bubble" in timelines[0]:
-        said.append(f"the pipeline's bubble is {timelines[0]['bubble']:.0%}")
-    return "; ".join(said) + "."
+        clauses.append(f"the pipeline's bubble is {timelines[0]['bubble']:.0%}")
+    return "; ".join(clauses) + "."
 
 
-def _switched_on(config: Config) -> tuple[str, ...]:
+def _active_dimensions(config: Config) -> tuple[str, ...]:
     parallel = config.parallel
-    on = {
+    is_active = {
         "zero": parallel.zero > 0,
         "tp": parallel.tp > 1,
         "sp": parallel.sp,
@@ -286,41 +206,49 @@ def _switched_on(config: Config) -> tuple[str, ...]:
         "pp": parallel.pp > 1,
         "ep": parallel.ep > 1,
     }
-    return tuple(name for name, is_on in on.items() if is_on)
+    return tuple(name for name, active in is_active.items() if active)
 
 
 def _variants(
-    pool: ProcessPoolExecutor, asked: Asked, on: Sequence[str], until: float
+    pool: ProcessPoolExecutor, layout: ReportLayout, switches: Sequence[str], until: float
 ) -> dict[str, dict[str, Any]]:
-    """Returns a place for the layout, and what it becomes without each dimension and, until some
-    time, without several.
+    """Numbers of the layout without each dimension, without all, and, as time permits, without some.
 
-    The key of a variant is the dimensions that are off, with blanks between them.
+    Args:
+        pool: of processes that compute them.
+        layout: to change; its own entry is empty.
+        switches: dimensions that it uses.
+        until: time (`time.monotonic`) after which no further combination is started.
+
+    Returns:
+        The dimensions that are off, separated by blanks -> numbers.
     """
-    sets = [off for count in range(1, len(on) + 1) for off in combinations(on, count)]
-    sure = [off for off in sets if len(off) == 1 or len(off) == len(on)]
-    rest = [off for off in sets if off not in sure]
-    found: dict[tuple[str, ...], dict[str, Any]] = {(): {}}
-    found |= zip(sure, pool.map(variant, [asked] * len(sure), sure))
-    while rest and time.monotonic() < until:
-        some, rest = rest[:2], rest[2:]
-        found |= zip(some, pool.map(variant, [asked] * len(some), some))
-    return {" ".join(off): record for off, record in found.items()}
+    combined = [
+        off for count in range(1, len(switches) + 1) for off in combinations(switches, count)
+    ]
+    required = [off for off in combined if len(off) in (1, len(switches))]
+    optional = [off for off in combined if off not in required]
+    records: dict[tuple[str, ...], dict[str, Any]] = {(): {}}
+    records |= zip(required, pool.map(variant, [layout] * len(required), required))
+    # Two at a time, one per process, to stop soon after the limit.
+    while optional and time.monotonic() < until:
+        batch, optional = optional[:2], optional[2:]
+        records |= zip(batch, pool.map(variant, [layout] * len(batch), batch))
+    return {" ".join(off): record for off, record in records.items()}
 
 
-def _itself(asked: Asked) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the numbers of a layout, and its memory over time, from one forecast."""
-    walked: list[list[Moment]] = []
-    ranks = Forecaster(asked.config, asked.world, asked.target, moments=walked).ranks()
-    over_time = memory_over_time(asked.config, asked.world, asked.cluster, ranks, walked)
-    return {"off": []} | _numbers(asked.config, asked, ranks), over_time
+def _base_record(layout: ReportLayout) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Numbers of the unchanged layout, and its memory over time, from one forecast."""
+    moments: list[list[Moment]] = []
+    ranks = Forecaster(layout.config, layout.world, layout.target, moments=moments).ranks()
+    over_time = memory_over_time(layout.config, layout.world, layout.cluster, ranks, moments)
+    return {"off": []} | _numbers(layout.config, layout, ranks), over_time
 
 
-def zero_stage(asked: Asked, stage: int) -> dict[str, Any]:
-    """Returns the numbers of a layout under another ZeRO stage, without its layer."""
-    return _without_layer(
-        _numbers_of(changed(asked.config, {"parallel.zero": stage}), asked, {}), stage
-    )
+def zero_stage(layout: ReportLayout, stage: int) -> dict[str, Any]:
+    """Numbers of a layout under another ZeRO stage, without its layer."""
+    config = changed(layout.config, {"parallel.zero": stage})
+    return _without_layer(_checked_numbers(config, layout), stage)
 
 
 def _without_layer(record: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -329,84 +257,62 @@ def _without_layer(record: dict[str, Any], stage: int) -> dict[str, Any]:
     }
 
 
-def variant(asked: Asked, off: Sequence[str]) -> dict[str, Any]:
-    """Returns the numbers of a layout without some dimensions."""
-    config = asked.config
+def variant(layout: ReportLayout, off: Sequence[str]) -> dict[str, Any]:
+    """Numbers of a layout with some dimensions switched off."""
+    config = layout.config
     for name in off:
         config = changed(config, SWITCHES[name])
-    return _numbers_of(config, asked, {"off": list(off)})
+    return {"off": list(off)} | _checked_numbers(config, layout)
 
 
-def _numbers_of(config: Config, asked: Asked, record: dict[str, Any]) -> dict[str, Any]:
-    """Returns `record` and the numbers of a configuration, its batch raised where it no longer
-    divides, or why not."""
+def _checked_numbers(config: Config, layout: ReportLayout) -> dict[str, Any]:
+    """Numbers of a changed configuration, or the reason (`refused`) why it is invalid.
+
+    Raises the global batch (`changed`) if the ranks no longer divide it.
+    """
     parallel, train = config.parallel, config.train
-    at_once = train.mbs * asked.world // (parallel.tp * parallel.cp * parallel.pp)
-    if train.gbs % at_once:
-        gbs = ceil(train.gbs / at_once) * at_once
+    record: dict[str, Any] = {}
+    samples = train.mbs * layout.world // (parallel.tp * parallel.cp * parallel.pp)
+    if train.gbs % samples:
+        gbs = ceil(train.gbs / samples) * samples
         config = changed(config, {"train.gbs": gbs, "train.gbs_ramp": None})
         record["changed"] = f"train.gbs={gbs}"
-    if faults := run_checks(config, asked.world, files=False) or pipeline_faults(
-        config, asked.world
+    if faults := (
+        run_checks(config, layout.world, files=False) or pipeline_faults(config, layout.world)
     ):
         return record | {"refused": faults[0].reason}
-    return record | _numbers(config, asked, Forecaster(config, asked.world, asked.target).ranks())
+    ranks = Forecaster(config, layout.world, layout.target).ranks()
+    return record | _numbers(config, layout, ranks)
 
 
-def _numbers(config: Config, asked: Asked, ranks: Mapping[int, RankMemory]) -> dict[str, Any]:
+def _numbers(
+    config: Config, layout: ReportLayout, ranks: Mapping[int, RankMemory]
+) -> dict[str, Any]:
     worst = max(ranks, key=lambda rank: ranks[rank].needed)
-    estimator = estimator_on(asked.cluster) if asked.cluster else None
-    layer = layer_record(config, estimator.workloads if estimator else workloads_of(asked.target))
+    estimator = estimator_on(layout.cluster) if layout.cluster else None
+    workloads = estimator.workloads if estimator else workloads_of(layout.target)
+    step = {"unknown_time": "step time is not predicted for CPUs"}
+    if estimator:
+        step = _step(estimator, config, layout.world)
     return {
         "needed_bytes": ranks[worst].needed,
         "worst_rank": worst,
         "moment": ranks[worst].moment,
         "memory": [ranks[rank].kinds() for rank in sorted(ranks)],
-        **(
-            _step(estimator, config, asked.world)
-            if estimator
-            else {"unknown_time": "of CPUs no time is predicted"}
-        ),
-        "layer": layer,
+        **step,
+        "layer": layer_record(config, workloads),
     }
 
 
 def _step(estimator: Estimator, config: Config, world: int) -> dict[str, Any]:
     try:
-        cost = estimator.step(config, world)
+        return estimator.step(config, world).record()
     except ValueError as error:
         return {"unknown_time": str(error)}
-    return cost.record()
-
-
-def name_cuts(variants: dict[str, dict[str, Any]], on: Sequence[str]) -> None:
-    """Notes at every weight and tensor what it is whole, and at those of the layout itself which
-    dimension cuts it.
-
-    A tensor's whole shape is the one that it has with every dimension off; a dimension cuts it
-    where it is larger with that dimension off.
-    """
-    whole = variants[" ".join(on)].get("layer")
-    without = {name: layer for name in on if (layer := variants[name].get("layer"))}
-    for record in variants.values():
-        for place, phase in enumerate(record.get("layer", [])):
-            for kind in ("weights", "tensors"):
-                for number, entry in enumerate(phase[kind]):
-                    if "whole" not in entry and whole:
-                        entry["whole"] = whole[place][kind][number]["local"]
-                    entry["cut"] = [
-                        [dim, name]
-                        for name, layer in without.items()
-                        for dim, (mine, other) in enumerate(
-                            zip(entry["local"], layer[place][kind][number]["local"])
-                        )
-                        if mine < other and name not in record["off"]
-                    ]
 
 
 def grid_record(grid: Grid) -> dict[str, Any]:
-    """Returns the axes of a grid, slowest first, and the rank at each of its places; None = rank i
-    at place i."""
+    """Axes of a grid, slowest first, and its ranks in order; None = rank i at position i."""
     in_order = grid.ranks == tuple(range(len(grid.ranks)))
     axes = [{"name": name, "size": size} for name, size in zip(grid.names, grid.sizes)]
     return {"axes": axes, "ranks": None if in_order else list(grid.ranks)}

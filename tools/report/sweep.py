@@ -1,5 +1,4 @@
-"""Many layouts of one model as plots: throughput and memory over GPUs and micro-batch, and a heat
-map of tp and pp."""
+"""Throughput and memory of many layouts of one model, planned or measured."""
 
 from __future__ import annotations
 
@@ -20,39 +19,41 @@ if TYPE_CHECKING:
 AXES = ("tp", "cp", "pp", "ep", "zero")
 
 
-def planned(
+def planned_records(
     overrides: Sequence[str], worlds: Sequence[int], cluster: Cluster, count: int
 ) -> list[dict[str, Any]]:
-    """Returns the fastest layouts that fit on each number of GPUs, one record a layout.
+    """The fastest layouts that fit on each number of GPUs, one record per layout.
 
     Args:
-        overrides: of pretrain.py; keys that they give stay as they are.
+        overrides: of pretrain.py; the search keeps the keys that they set.
+        worlds: numbers of ranks.
         cluster: device and network.
-        count: layouts on each number of ranks.
+        count: layouts per number of ranks.
 
     Raises:
-        ConfigError: an override is wrong, or admits no layout of a number of ranks, where there is
-            none of the others.
-        ValueError: no layout fits on any of them.
+        ConfigError: an override is invalid, or no number of ranks has a layout and the overrides
+            rule out every layout of one of them.
+        ValueError: no layout fits on any number of ranks.
     """
     records: list[dict[str, Any]] = []
-    refused: list[int] = []
+    impossible: list[int] = []
     with tqdm(worlds, desc="numbers of GPUs", leave=False, disable=None) as bar:
         for world in bar:
             config = unplanned_config(overrides, world)
-            # seconds, which no refusal waits for
+            # Imported after the checks: it takes seconds, and an error should come at once.
             from megatron5d.planning.layout_search import LayoutSearch
 
             search = LayoutSearch(config, world, cluster, fixed=keys_given(overrides))
             candidates = search.candidates(cluster.memory_bytes)
-            found = search.best(candidates, cluster.memory_bytes, count)
-            refused += [] if search.has_legal_shape else [world]
-            records += [_record(search, each, world) for each in found]
+            best = search.best(candidates, cluster.memory_bytes, count)
+            impossible += [] if search.has_legal_shape else [world]
+            records += [_record(search, candidate, world) for candidate in best]
     if not records:
-        for world in refused:
-            planned_config(overrides, world)  # says what is wrong
+        for world in impossible:
+            planned_config(overrides, world)  # raises ConfigError with the reason
         raise ValueError(
-            f"no layout fits {cluster.memory_bytes / GIB:.0f} GiB on {', '.join(map(str, worlds))} ranks"
+            f"no layout fits {cluster.memory_bytes / GIB:.0f} GiB "
+            f"on {', '.join(map(str, worlds))} ranks"
         )
     return records
 
@@ -73,10 +74,12 @@ def _record(search: LayoutSearch, candidate: Candidate, world: int) -> dict[str,
     }
 
 
-def measured(logs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Returns one record a run: its ranks, and what its log says of throughput and memory at the
-    end. Raises
-    ValueError: a log holds no step."""
+def measured_records(logs: Sequence[Path]) -> list[dict[str, Any]]:
+    """One record per run: its number of ranks, and its last logged throughput and memory.
+
+    Raises:
+        ValueError: a log holds no step.
+    """
     records = []
     for log in logs:
         run = read_run(log)
@@ -91,72 +94,3 @@ def measured(logs: Sequence[Path]) -> list[dict[str, Any]]:
             }
         )
     return records
-
-
-def draw(records: Sequence[dict[str, Any]], title: str, out: Path) -> None:
-    """Writes the plots of a sweep; the format follows from the name."""
-    from matplotlib.figure import Figure
-
-    worlds = sorted({record["world"] for record in records})
-    best = [
-        max(_of(records, "world", world), key=lambda each: each["tokens_per_s_per_gpu"])
-        for world in worlds
-    ]
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    (rate, memory), (batch, heat) = figure.subplots(2, 2)
-    figure.suptitle(title)
-    rate.plot(
-        [each["world"] for each in records],
-        [each["tokens_per_s_per_gpu"] for each in records],
-        ".",
-        color="0.7",
-    )
-    rate.plot(worlds, [each["tokens_per_s_per_gpu"] for each in best], "o-", label="best")
-    rate.set(xlabel="GPUs", ylabel="tokens/s a GPU", xscale="log", ylim=(0, None))
-    memory.plot(worlds, [each["memory_gib"] for each in best], "o-", color="C1")
-    memory.set(xlabel="GPUs", ylabel="GiB a rank, best layout", xscale="log", ylim=(0, None))
-    for axes in (rate, memory):
-        axes.set_xticks(worlds, [str(world) for world in worlds])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    if "tp" not in records[0]:
-        batch.set_axis_off()
-        heat.set_axis_off()
-    else:
-        last = _of(records, "world", worlds[-1])
-        sizes = sorted({each["mbs"] for each in last})
-        top = [
-            max(each["tokens_per_s_per_gpu"] for each in _of(last, "mbs", size)) for size in sizes
-        ]
-        batch.bar([str(size) for size in sizes], top, color="C2")
-        batch.set(
-            xlabel=f"micro-batch (train.mbs), {worlds[-1]} GPUs", ylabel="tokens/s a GPU, best"
-        )
-        _heat_map(heat, last, worlds[-1])
-    figure.savefig(out, dpi=120)
-
-
-def _heat_map(axes: Any, records: Sequence[dict[str, Any]], world: int) -> None:
-    tps, pps = (sorted({record[name] for record in records}) for name in ("tp", "pp"))
-    cells = [
-        [
-            max(
-                (100 * each["mfu"] for each in _of(_of(records, "tp", tp), "pp", pp)),
-                default=float("nan"),
-            )
-            for tp in tps
-        ]
-        for pp in pps
-    ]
-    axes.imshow(cells, aspect="auto", cmap="viridis", origin="lower")
-    axes.set_xticks(range(len(tps)), [str(tp) for tp in tps])
-    axes.set_yticks(range(len(pps)), [str(pp) for pp in pps])
-    axes.set(xlabel="tp", ylabel="pp", title=f"best MFU in %, {world} GPUs")
-    for row, line in enumerate(cells):
-        for column, value in enumerate(line):
-            if value == value:  # a layout was found
-                axes.text(column, row, f"{value:.1f}", ha="center", va="center", color="white")
-
-
-def _of(records: Sequence[dict[str, Any]], key: str, value: Any) -> list[dict[str, Any]]:
-    return [record for record in records if record[key] == value]

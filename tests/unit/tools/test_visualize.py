@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.tools.report.runs import chosen_fields, find_records, read_curve, smoothed
+from megatron5d.tools.report.runs import find_logs, match_fields, read_curve, smoothed
 from megatron5d.tools.visualize import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,7 +26,7 @@ def run_folder(folder, name="metrics.jsonl"):
 
 
 def test_points_of_both_curves(tmp_path):
-    curve = read_curve(*find_records(run_folder(tmp_path / "run")))
+    curve = read_curve(*find_logs(run_folder(tmp_path / "run")))
     assert curve.name == "run"
     assert curve.train == [(100, 7.0), (200, 6.0), (300, 5.0)]
     assert curve.valid == {"valid_loss": [(0, 8.5), (300, 4.25)]}
@@ -135,8 +135,8 @@ def test_a_schedule_that_cannot_be_drawn_is_refused_in_the_options_of_this_tool(
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--count", "0"], "--count 0 is not above 0"),
-        (["parallel.tp=2"], "fix: parallel.tp=1, or --world 2"),
+        (["--count", "0"], "--count must be above 0 (got 0)"),
+        (["parallel.tp=2"], "fix: parallel.tp=1, or use 2 or 4 ranks"),
     ],
 )
 def test_a_sweep_without_a_layout_says_why(capsys, words, message):
@@ -177,7 +177,7 @@ def test_a_folder_of_runs_is_searched_and_equal_curves_are_told(tmp_path, capsys
         )
         == 0
     )
-    assert "b: every training loss is that of a" in capsys.readouterr().out
+    assert "b: every training loss equals that of a" in capsys.readouterr().out
     text = out.read_text()
     assert all(
         f"<!-- {label} -->" in text
@@ -186,13 +186,13 @@ def test_a_folder_of_runs_is_searched_and_equal_curves_are_told(tmp_path, capsys
 
 
 def test_panels_and_means(tmp_path):
-    curves = [read_curve(*find_records(run_folder(tmp_path / "run")))]
+    curves = [read_curve(*find_logs(run_folder(tmp_path / "run")))]
     assert smoothed(curves[0].train, 2) == [(100, 7.0), (200, 6.5), (300, 5.5)]
-    assert chosen_fields(curves, "moe/*,grad_norm") == ["moe/layer_0/load", "grad_norm"]
+    assert match_fields(curves, "moe/*,grad_norm") == ["moe/layer_0/load", "grad_norm"]
     with pytest.raises(
-        ValueError, match=r"--panels mfu: no record .* are grad_norm, moe/layer_0/load, step"
+        ValueError, match=r"--panels mfu matches no .*: grad_norm, moe/layer_0/load, step, tokens\)"
     ):
-        chosen_fields(curves, "grad_norm,mfu")
+        match_fields(curves, "grad_norm,mfu")
 
 
 def test_a_name_that_no_font_here_has_is_told_and_not_drawn_as_boxes(tmp_path, capfd, monkeypatch):
@@ -203,7 +203,7 @@ def test_a_name_that_no_font_here_has_is_told_and_not_drawn_as_boxes(tmp_path, c
     assert main(["loss", str(run_folder(tmp_path / "语言模型")), "--out", str(out)]) == 0
     told = capfd.readouterr()
     assert (
-        told.err == "run 1 is '语言模型': no font here has its letters\n"
+        told.err == "run 1 is '语言模型': no installed font has its letters\n"
         and "语言模型: 300 tokens" in told.out
     )
     assert "run 1, training" in out.read_text()
