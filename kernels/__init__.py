@@ -19,10 +19,11 @@ from megatron5d.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
+    layer_norm_reference,
     norm_backward,
     rms_norm,
+    rms_norm_reference,
 )
-from megatron5d.kernels.plain_norm import layer_norm_reference, rms_norm_reference
 from megatron5d.kernels.rope import (
     apply_rope,
     apply_rope_reference,

@@ -32,8 +32,13 @@ from megatron5d.kernels.fp8.quantize import (
     store_quantized_rows,
 )
 from megatron5d.kernels.fp8.transpose import fp8_transpose
-from megatron5d.kernels.norm import launch_config, norm_forward, normalize, scale_and_shift
-from megatron5d.kernels.plain_norm import norm_reference
+from megatron5d.kernels.norm import (
+    launch_config,
+    norm_forward,
+    norm_reference,
+    normalize,
+    scale_and_shift,
+)
 
 MAX_WIDTH = 16384  # of the rows that one pass can take; wider ones take two
 

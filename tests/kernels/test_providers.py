@@ -22,7 +22,7 @@ from megatron5d.kernels.choice import (
 from megatron5d.kernels.fp8.gemm import fp8_matmul, fp8_matmul_reference
 from megatron5d.kernels.fp8.quantize import E5M2, quantize_blocks, quantize_rows
 from megatron5d.kernels.fp8.quantize_tensor import quantize_tensor
-from megatron5d.kernels.plain_norm import norm_reference
+from megatron5d.kernels.norm import norm_reference
 from megatron5d.kernels.providers import cudnn, flash_attention_4, torch_gemm
 
 SHAPES = {
