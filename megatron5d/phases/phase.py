@@ -25,7 +25,7 @@ input: then `wgrad` has no beginning, and ends when `backward` ends."""
 class Phase(nn.Module):
     """A part of a layer that either computes or communicates, called as `phase(x, batch, defer)`.
 
-    `defer` takes the weight-gradient half of its backward (wgrad.py).
+    `batch` is the MicroBatch; `defer` takes the weight-gradient half of the backward (wgrad.py).
     """
 
     kind: str | None = None  # its name in profiles and in recompute.offload, such as "attention"
@@ -50,7 +50,7 @@ def phases_in(block: nn.Module) -> list[Phase]:
 
 
 class PhaseHooks:
-    """Callbacks at the beginning and end of every phase of a stage; this base class does nothing."""
+    """Callbacks before and after every pass of a phase; this base class does nothing."""
 
     def register(self, phases: Sequence[Phase]) -> None:
         """Receives the phases of a new stage, in forward order."""

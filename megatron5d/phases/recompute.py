@@ -54,8 +54,8 @@ def run_backward(
     """Runs a backward through torch's autograd engine, on the calling thread.
 
     It skips the checks of torch.autograd, which import sympy and check edges twice. The engine
-    would pass a graph on a GPU to a thread of its own, and a phase is so short that switching
-    threads takes a fifth of the host's time.
+    would pass a graph on a GPU to another thread, and a phase is so short that switching threads
+    takes a fifth of the host's time.
 
     Args:
         roots: tensors or edges where `gradients` enter the graph.
@@ -72,8 +72,8 @@ def run_backward(
         return _ENGINE.run_backward(
             roots,
             gradients,
-            False,
-            False,
+            False,  # keep_graph
+            False,  # create_graph
             inputs,
             allow_unreachable=True,
             accumulate_grad=accumulate,

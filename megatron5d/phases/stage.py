@@ -1,8 +1,8 @@
 """One stage of the model at run time: a list of phases, run forward and backward micro-batch by
 micro-batch.
 
-Every phase has a small autograd graph of its own, cut off at its input (saved_phase.py). That gives
-the actions of a schedule without surgery on graphs:
+Every phase has its own small autograd graph, cut off at its input (saved_phase.py). That gives the
+actions of a schedule without surgery on graphs:
 
     F   run the phases, keep each one's input and graph
     B   per phase, last to first: gradient of the input, and weight gradients at once

@@ -13,7 +13,7 @@ class StageCosts:
     """Times and memory of every stage, modelled or measured, in any one unit of time."""
 
     compute: np.ndarray  # `[len(OPS), num_stages]` compute time of each op on each stage
-    # `[len(OPS), num_stages]` time of its own all-to-all, which only an overlapped partner can hide
+    # `[len(OPS), num_stages]` time of an op's all-to-all, which only an overlapped partner can hide
     a2a: np.ndarray
     # latency of a message between adjacent stages on different ranks; one number, or
     # `[num_stages]`, of each stage with the next

@@ -168,32 +168,25 @@ class Executor:
             self._lockstep_receives = self._receives(lockstep_receives(self.program, self.rank))
         receives = self._lockstep_receives if in_lockstep else self._early_receives
         for slot_receives, tasks, next_readers in zip(receives, self._slots, self._next_readers):
-            self._post(slot_receives, tasks, forms)
-            for task in next_readers:
-                task.stage.prefetch(task.action.op)
-            running = list(tasks)
-            while running:
-                for task in tuple(running):
-                    if not self._advance(task, batches, loss):
-                        running.remove(task)
-                        if not in_lockstep:
-                            self._send(task)
-            # In lockstep, messages leave when the entire slot has run.
-            for task in tasks:
-                self._send(task)
+            task = tasks[0]
+            try:
+                for receive_channel, boundary in slot_receives:
+                    receive_channel.post(forms[boundary])
+                for reader in next_readers:
+                    reader.stage.prefetch(reader.action.op)
+                running = list(tasks)
+                while running:
+                    for task in tuple(running):
+                        if not self._advance(task, batches, loss):
+                            running.remove(task)
+                            if not in_lockstep:
+                                self._send(task)
+                # In lockstep, messages leave when the entire slot has run.
+                for task in tasks:
+                    self._send(task)
+            except Exception as error:
+                raise self._failure(task.action, error) from error
         self._finish()
-
-    def _post(
-        self,
-        receives: Sequence[tuple[ReceiveChannel, int]],
-        tasks: tuple[_Task, ...],
-        forms: Sequence[TensorMeta],
-    ) -> None:
-        try:
-            for receive_channel, boundary in receives:
-                receive_channel.post(forms[boundary])
-        except Exception as error:
-            raise self._failure(tasks[0].action, error) from error
 
     def _advance(self, task: _Task, batches: Sequence[MicroBatch], loss: Loss) -> bool:
         """Runs the next step of an action; returns whether another follows.
@@ -201,23 +194,20 @@ class Executor:
         The action takes its input at its first step, so that a partner computes meanwhile, and
         passes its output on after its last. Only the stage holds the input, and decides how long.
         """
-        try:
-            op, _, microbatch = task.action
-            batch = batches[microbatch]
-            if not self.training:
-                y = task.stage.evaluate(self._input(task), batch)
-            else:
-                if task.running is None:
-                    task.running = task.stage.begin(
-                        op, microbatch, self._input(task), batch, task.is_split
-                    )
-                if task.running.advance():
-                    return True
-                y, task.running = task.running.state, None
-            if y is not None:
-                self._pass_on(task, y, batch, loss)
-        except Exception as error:
-            raise self._failure(task.action, error) from error
+        op, _, microbatch = task.action
+        batch = batches[microbatch]
+        if not self.training:
+            y = task.stage.evaluate(self._input(task), batch)
+        else:
+            if task.running is None:
+                task.running = task.stage.begin(
+                    op, microbatch, self._input(task), batch, task.is_split
+                )
+            if task.running.advance():
+                return True
+            y, task.running = task.running.state, None
+        if y is not None:
+            self._pass_on(task, y, batch, loss)
         return False
 
     def _input(self, task: _Task) -> Tensor | None:
@@ -255,12 +245,9 @@ class Executor:
         """
         if task.send_channel is None or task.output is None:
             return
-        try:
-            task.send_channel.send(task.output)
-            if self._max_incomplete_sends is not None:
-                task.send_channel.release_all_but(self._max_incomplete_sends)
-        except Exception as error:
-            raise self._failure(task.action, error) from error
+        task.send_channel.send(task.output)
+        if self._max_incomplete_sends is not None:
+            task.send_channel.release_all_but(self._max_incomplete_sends)
         task.output = None
 
     def _finish(self) -> None:

@@ -2,7 +2,7 @@
 receive.
 
 A *flow* is all messages from one rank to another across one boundary between two stages, in one
-direction (F or B). Each flow is a channel of its own: within it messages keep their order, between
+direction (F or B). Each flow is a separate channel: within it messages keep their order, between
 channels no order is needed. A receive is posted two slots before its consumer: early enough that no
 message waits for its receiver, and late enough that at most two messages per rank arrive early
 (four around overlapped slots). With fewer channels (one per pair of ranks, or one per direction)

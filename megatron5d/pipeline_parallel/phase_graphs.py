@@ -5,7 +5,7 @@ A slot is the memory of one micro-batch in flight: its static inputs, and a memo
 graphs of its phases are captured in the order of their passes, forward, backward, weight gradients.
 Memory that one graph frees is reused by a later one; this stays correct because every micro-batch
 passes the slot in that same order, and the slot takes the next one only after the last weight
-gradient. So micro-batches whose backward is split (I, W) have slots of their own. A rank has as
+gradient. So micro-batches whose backward is split (I, W) have separate slots. A rank has as
 many slots as its schedule has micro-batches in flight.
 
 The first step with a new signature of micro-batches runs without graphs: it compiles kernels and
@@ -179,7 +179,7 @@ class GraphSlot(SavedMicroBatch):
         self._graphs, self._free, self._pool = graphs, free, graphs.new_pool()
         self._runs: dict[tuple[str, int], _Run] = {}
         self._last: _Run | None = None
-        # a copy with a cache of its own for phases without graphs
+        # a copy with a separate cache, for phases without graphs
         self._uncaptured = copy(self.batch)
 
     def take(self, batch: MicroBatch) -> None:

@@ -175,7 +175,7 @@ def lower_bound(
     """An overhead below which no Program of this placement gets with `memory` activations per rank.
 
     A rank idles until its first forward can have arrived, and again until its first backward can
-    have: before that it has only as many forwards to do as memory admits.
+    have: before that it can only run the forwards that memory admits.
 
     Args:
         placement: of the stages.

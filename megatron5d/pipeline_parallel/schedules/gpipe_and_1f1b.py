@@ -72,9 +72,9 @@ def interleaved_overlap(num_ranks: int, num_microbatches: int, chunks: int) -> P
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
     """Numbers of micro-batches that pass one chunk before the next chunk takes over.
 
-    Groups have p micro-batches where p divides m. Otherwise there are as many groups of at least p
-    as possible, of sizes as equal as possible and the larger ones first, so that no rank waits for
-    a group shorter than the pipeline. One group where m < p.
+    Groups have p micro-batches where p divides m. Otherwise all have at least p, their sizes differ
+    by one at most, and the larger ones come first, so that no rank waits for a group shorter than
+    the pipeline. One group where m < p.
     """
     rounds = max(1, num_microbatches // num_ranks)
     size, larger = divmod(num_microbatches, rounds)
