@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron5d.checkpoint.layout import Dims
 from megatron5d.checkpoint.tensor_file import Save, SavedItem
 from megatron5d.config.json_file import parse_json
 
@@ -31,7 +32,7 @@ class SavedTensor(NamedTuple):
 
     dtype: torch.dtype
     size: torch.Size  # global shape
-    items: dict[tuple[int, ...], SavedItem]  # by offset
+    items: dict[Dims, SavedItem]  # by offset
 
 
 @contextmanager
@@ -111,7 +112,7 @@ def _saved_tensors(tensors: Tensors) -> dict[str, SavedTensor]:
 
 def _tensors_of(metadata: dict[str, Any]) -> Tensors:
     """Tensors from the records of an unpickled Metadata."""
-    storage: dict[tuple[str, tuple[int, ...]], Any] = {}
+    storage: dict[tuple[str, Dims], Any] = {}
     for index, info in metadata["storage_data"].items():
         if info.state.get("transform_descriptors"):
             raise ValueError(

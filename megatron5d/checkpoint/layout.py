@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron5d.topology.shard_spec import Piece, ShardSpec, rectangles, spec_of
 
-Index = tuple[int, ...]
+Dims = tuple[int, ...]  # an offset or a shape
 # (name, offset, shape) -> values of that rectangle of a tensor
-ReadRectangle = Callable[[str, Index, Index], Tensor]
+ReadRectangle = Callable[[str, Dims, Dims], Tensor]
 
 
 class ShardedTensor:
@@ -28,7 +28,7 @@ class ShardedTensor:
     """
 
     def __init__(
-        self, shape: Sequence[int], shards: Iterable[tuple[Index, Tensor]], dtype: torch.dtype
+        self, shape: Sequence[int], shards: Iterable[tuple[Dims, Tensor]], dtype: torch.dtype
     ) -> None:
         self.shape, self.shards, self.dtype = torch.Size(shape), dict(shards), dtype
 
@@ -36,9 +36,12 @@ class ShardedTensor:
         extents = {offset: tuple(view.shape) for offset, view in self.shards.items()}
         return f"ShardedTensor({tuple(self.shape)}, {extents})"
 
-    def values(self, offset: Index) -> Tensor:
+    def values(self, offset: Dims) -> Tensor:
         """The shard at an offset, to be written."""
         return self.shards[offset]
+
+
+ShardedTensors = dict[str, ShardedTensor]  # by key
 
 
 class LazyTensor(ShardedTensor):
@@ -54,9 +57,9 @@ class LazyTensor(ShardedTensor):
     def __init__(
         self,
         shape: Sequence[int],
-        extents: Mapping[Index, Index],
+        extents: Mapping[Dims, Dims],
         dtype: torch.dtype,
-        make: Callable[[Index], Tensor],
+        make: Callable[[Dims], Tensor],
     ) -> None:
         views = [
             (offset, torch.empty(extent, dtype=dtype, device="meta"))
@@ -65,24 +68,33 @@ class LazyTensor(ShardedTensor):
         super().__init__(shape, views, dtype)
         self._make = make
 
-    def values(self, offset: Index) -> Tensor:
+    def values(self, offset: Dims) -> Tensor:
         return self._make(offset)
 
 
-ParameterShards = Sequence[tuple[ShardSpec, ShardedTensor]]
+ParameterShards = list[tuple[ShardSpec, ShardedTensor]]
+
+
+def slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a rectangle."""
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape))
 
 
 def overlap(
-    offset: Sequence[int],
-    extent: Sequence[int],
-    other_offset: Sequence[int],
-    other_extent: Sequence[int],
-) -> tuple[list[int], list[int]] | None:
-    """Begin and end of the intersection of two rectangles of a tensor; None where it is empty."""
-    begin = list(map(max, offset, other_offset))
-    ends = zip(offset, extent, other_offset, other_extent)
-    end = [min(a + m, b + n) for a, m, b, n in ends]
-    return (begin, end) if all(first < last for first, last in zip(begin, end)) else None
+    offset: Sequence[int], shape: Sequence[int], other: Sequence[int], other_shape: Sequence[int]
+) -> tuple[Dims, Dims, Dims] | None:
+    """Intersection of two rectangles of a tensor, at `offset` and at `other`.
+
+    Returns:
+        Its offset in each of them, and its shape; None where it is empty.
+    """
+    begin = list(map(max, offset, other))
+    ends = zip(offset, shape, other, other_shape)
+    extent = tuple(min(a + m, b + n) - i for i, (a, m, b, n) in zip(begin, ends))
+    if min(extent, default=1) <= 0:
+        return None
+    first, second = (tuple(i - o for i, o in zip(begin, start)) for start in (offset, other))
+    return first, second, extent
 
 
 class HostCopies:
@@ -90,9 +102,9 @@ class HostCopies:
     GPU."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, Index], Tensor] = {}
+        self._copies: dict[tuple[str, Dims], Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+    def copy(self, tensors: Mapping[str, ShardedTensor]) -> ShardedTensors:
         """Copies tensors. The copies are valid until the next call."""
         reusable, self._copies, copies = self._copies, {}, {}
         for key, tensor in tensors.items():
@@ -135,7 +147,7 @@ def sharded_slice(
         share: element range of the slice to which the result is limited; None = all of it.
     """
     low, high = (0, flat.numel()) if share is None else share
-    shards: list[tuple[Index, Tensor]] = []
+    shards: list[tuple[Dims, Tensor]] = []
     shift = segment.owned[0] - segment.local[0]
     for piece, (first, last) in segment.pieces():
         start, stop = max(first, low), min(last, high)
@@ -166,9 +178,7 @@ def sharded_parameter(parameter: Tensor) -> ShardedTensor:
     return ShardedTensor(spec.shape, shards, values.dtype)
 
 
-def by_key(
-    kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]
-) -> dict[str, ShardedTensor]:
+def by_key(kind: str, tensors: Iterable[tuple[ShardSpec, ShardedTensor]]) -> ShardedTensors:
     """Tensors by `{kind}.{global name}`; shards of one parameter in several slices become one
     tensor.
 
@@ -176,7 +186,7 @@ def by_key(
         kind: `model`, or `optim.` and a kind of the optimizer's tensors.
         tensors: (spec, tensor) of every segment.
     """
-    keyed: dict[str, ShardedTensor] = {}
+    keyed: ShardedTensors = {}
     for spec, tensor in tensors:
         key = f"{kind}.{spec.name}"
         if key in keyed:

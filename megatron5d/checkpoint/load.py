@@ -31,7 +31,7 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.index import SavedTensor, read_pickled_index
-from megatron5d.checkpoint.layout import ShardedTensor, by_key, sharded_parameter
+from megatron5d.checkpoint.layout import ShardedTensors, by_key, sharded_parameter
 from megatron5d.checkpoint.reader import Reader
 from megatron5d.checkpoint.tensor_file import DamagedFile, Save, SavedItem, TensorFile
 from megatron5d.config.errors import Refused
@@ -186,7 +186,7 @@ def no_checkpoint_reason(folder: str | Path, knob: str) -> str | None:
 
 def load_tensors(
     folder: Path,
-    tensors: dict[str, ShardedTensor],
+    tensors: ShardedTensors,
     differing: Sequence[str] = (),
     twin: Callable[[str], str | None] = lambda key: None,
 ) -> dict[str, tuple[str, torch.dtype]]:

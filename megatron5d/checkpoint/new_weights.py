@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.layout import ParameterShards, ReadRectangle, ShardedTensor
+from megatron5d.checkpoint.layout import ParameterShards, ReadRectangle
 from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.init_weights import initialize_rectangle
@@ -54,7 +54,7 @@ def fill_new_weights(
     saved: Mapping[str, Sequence[int]],
     read: ReadRectangle,
     seed: int,
-) -> list[tuple[ShardSpec, ShardedTensor]]:
+) -> ParameterShards:
     """Fills a rank's tensors that have rows or blocks which the source lacks. No communication.
 
     Args:

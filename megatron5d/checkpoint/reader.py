@@ -17,7 +17,7 @@ from megatron5d.checkpoint.index import (
     read_index,
     read_pickled_index,
 )
-from megatron5d.checkpoint.layout import ShardedTensor, overlap
+from megatron5d.checkpoint.layout import Dims, ShardedTensor, ShardedTensors, overlap, slices
 from megatron5d.checkpoint.tensor_file import (
     HEADER_BYTES,
     DamagedFile,
@@ -34,7 +34,7 @@ class _Request(NamedTuple):
 
     item: SavedItem
     key: str
-    offset: tuple[int, ...]  # within the archive
+    offset: Dims  # within the archive
     target: Tensor
 
 
@@ -106,7 +106,7 @@ class Reader:
             f"{self._folder.name} is moved away"
         )
 
-    def fill(self, groups: Sequence[dict[str, ShardedTensor]]) -> None:
+    def fill(self, groups: Sequence[ShardedTensors]) -> None:
         """Fills the shards of tensors, all of which the checkpoint must hold.
 
         Args:
@@ -135,7 +135,7 @@ class Reader:
         self.fill([{key: ShardedTensor(saved.size, [(tuple(offset), values)], saved.dtype)}])
         return values
 
-    def _fill(self, groups: Sequence[dict[str, ShardedTensor]]) -> None:
+    def _fill(self, groups: Sequence[ShardedTensors]) -> None:
         """Fills shards file by file, in the order of their bytes.
 
         Raises:
@@ -175,12 +175,10 @@ class Reader:
             covered = 0
             for item in saved.items.values():
                 if shared := overlap(offset, view.shape, item.offset, item.extent):
-                    begin, end = shared
-                    index = tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offset))
-                    target = view[index]
+                    in_view, in_item, extent = shared
+                    target = view[slices(in_view, extent)]
                     covered += target.numel()
-                    within = tuple(a - o for a, o in zip(begin, item.offset))
-                    yield _Request(item, key, within, target)
+                    yield _Request(item, key, in_item, target)
             if covered != view.numel():
                 raise ValueError(
                     f"{self._folder} holds {covered} of {view.numel()} elements of {key} at "

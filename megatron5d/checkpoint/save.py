@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from megatron5d.checkpoint.folder import RUN_FILE, Keep, commit, set_aside_later, step_folder
-from megatron5d.checkpoint.layout import HostCopies, ShardedTensor
+from megatron5d.checkpoint.layout import HostCopies, ShardedTensors
 from megatron5d.checkpoint.store_group import StoreGroup
 from megatron5d.checkpoint.tensor_file import Save, write_rank_file
 from megatron5d.topology.all_ranks import first_failure, first_failure_in, on_rank_0
@@ -99,7 +99,7 @@ class Saver:
     def save(
         self,
         step: int,
-        tensors: dict[str, ShardedTensor],
+        tensors: ShardedTensors,
         run: dict[str, Any],
         export: bool = False,
     ) -> None:
@@ -147,9 +147,7 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
 
-    def _write(
-        self, step: int, tensors: dict[str, ShardedTensor], run: dict[str, Any], export: bool
-    ) -> None:
+    def _write(self, step: int, tensors: ShardedTensors, run: dict[str, Any], export: bool) -> None:
         temporary = step_folder(self.directory, step).with_suffix(".tmp")
         group = self._group
         self._num_saves += 1  # as on every other rank
@@ -212,7 +210,7 @@ class Saver:
         try:
             message = _DONE + write_own()
         except Exception as error:  # noqa: BLE001 - rank 0 raises it on all ranks
-            message = _error_text(error).encode()
+            message = f"{type(error).__name__}: {error}".encode()
         self._group.send(message)
 
         def finish_all() -> None:
@@ -301,12 +299,3 @@ def _invisible_reason(probe: Path) -> str | None:
     except OSError as error:
         return f"on {host} cannot look for what rank 0 writes in {probe.parent}: {error}"
     return None
-
-
-def _error_text(error: BaseException) -> str:
-    """An error in words: the file system's if torch raised another one because of it."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    cause = cause or error
-    return f"{type(cause).__name__}: {cause}"

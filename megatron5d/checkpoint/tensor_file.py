@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import TENSOR_SUFFIX
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import Dims, ShardedTensor, ShardedTensors, slices
 from megatron5d.config.json_file import parse_json
 
 try:
@@ -47,8 +47,8 @@ _FORMAT = 2  # 1: without a table of checksums
 class SavedItem(NamedTuple):
     """A rectangle of a saved tensor: its place in the tensor, and its archive's place in a file."""
 
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
+    offset: Dims
+    extent: Dims
     file: str
     start: int  # byte
     length: int  # bytes
@@ -110,8 +110,8 @@ class RankWriter:
     def _add_archive(
         self,
         key: str,
-        offset: tuple[int, ...],
-        extent: tuple[int, ...],
+        offset: Dims,
+        extent: Dims,
         dtype: torch.dtype,
         values: Tensor,
     ) -> tuple[int, int]:
@@ -156,9 +156,7 @@ class RankWriter:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
-def write_rank_file(
-    folder: Path, tensors: dict[str, ShardedTensor], rank: int, save: Save
-) -> bytes:
+def write_rank_file(folder: Path, tensors: ShardedTensors, rank: int, save: Save) -> bytes:
     """Writes the file of a rank; arguments and errors as of `RankWriter`, returns as its
     `finish`."""
     with RankWriter(folder, rank, save) as file:
@@ -194,7 +192,7 @@ def _write_at(file: int, content: memoryview | bytes, position: int) -> None:
 class _Rebuilt:
     """Pickled as torch pickles a contiguous tensor that fills its storage."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(self, dtype: torch.dtype, shape: Dims) -> None:
         self.dtype, self.shape = dtype, shape
         self.num_bytes = torch.Size(shape).numel() * dtype.itemsize
 
@@ -216,13 +214,13 @@ class _Pickler(pickle.Pickler):
         return ("storage", torch.UntypedStorage, "0", "cpu", obj.num_bytes)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+def _strides(shape: Sequence[int]) -> Dims:
     """Strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @lru_cache(1024)
-def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+def _pickled(dtype: torch.dtype, shape: Dims) -> bytes:
     """What torch.save writes about a tensor, without its values."""
     file = io.BytesIO()
     _Pickler(file, protocol=2).dump(_Rebuilt(dtype, shape))
@@ -427,8 +425,7 @@ class TensorFile:
         values = self._last_archive[1]
         if values.shape != item.extent:
             raise ValueError(f"its shape is {tuple(values.shape)}, in the index {item.extent}")
-        index = tuple(slice(start, start + size) for start, size in zip(offset, target.shape))
-        target.copy_(values[index])
+        target.copy_(values[slices(offset, target.shape)])
 
     def _read(self, position: int, length: int) -> bytearray:
         content = bytearray(length)

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 import megatron5d
 from megatron5d.checkpoint.folder import FORMAT, RUN_FILE, config_from_record, read_run
-from megatron5d.checkpoint.layout import ParameterShards, ShardedTensor, by_key, sharded_slice
+from megatron5d.checkpoint.layout import (
+    ParameterShards,
+    ShardedTensor,
+    ShardedTensors,
+    by_key,
+    sharded_slice,
+)
 from megatron5d.checkpoint.load import (
     SavedWeights,
     agree_on_folder,
@@ -72,9 +78,9 @@ def _sharded(
 
 def _optimizer_shards(
     optimizer: Optimizer, writing: bool, shared: bool
-) -> dict[str, list[tuple[ShardSpec, ShardedTensor]]]:
+) -> dict[str, ParameterShards]:
     """Master weights and the moments that the optimizer keeps of each parameter, by kind."""
-    shards: dict[str, list[tuple[ShardSpec, ShardedTensor]]] = {}
+    shards: dict[str, ParameterShards] = {}
     for kind, flat, state in optimizer.tensors():
         shards.setdefault(kind, []).extend(
             _sharded(state.bucket, state.segments, flat, writing, shared)
@@ -110,9 +116,9 @@ def _buffers(weights: Iterable[Tensor], writing: bool) -> Iterator[tuple[ShardSp
 
 def weight_shards(
     sync: GradSync, weights: Iterable[Tensor], *, writing: bool = False, shared: bool = False
-) -> list[tuple[ShardSpec, ShardedTensor]]:
+) -> ParameterShards:
     """What this rank owns of the model, in global coordinates; arguments as in `run_tensors`."""
-    shards: list[tuple[ShardSpec, ShardedTensor]] = []
+    shards: ParameterShards = []
     for bucket in sync.buckets:
         shards += _sharded(bucket, bucket.segments(), bucket.weight_slice, writing, shared)
     return [*shards, *_buffers(weights, writing)]
@@ -125,7 +131,7 @@ def run_tensors(
     *,
     writing: bool,
     shared: bool = False,
-) -> dict[str, ShardedTensor]:
+) -> ShardedTensors:
     """All tensors of a run by key: `model.<name>`, `optim.<kind>.<name>` with master, exp_avg, ...
     for kind.
 

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.checkpoint.folder import newest_checkpoint
+from megatron5d.checkpoint.layout import slices
 from megatron5d.config.schema import (
     CheckpointConfig,
     Config,
@@ -166,10 +167,10 @@ def test_another_layout_gets_every_element_and_continues_the_curve(
     for step, rectangles, moments, whole in run_ranks(_held_after_loading, world, config):
         assert step == STOP
         for name, offset, values in rectangles:
-            index = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
+            index = slices(offset, values.shape)
             assert torch.equal(values, saved[f"model.{name}"][index])
         for name, piece, local in whole:  # what the forward will use: gathered from all owners
-            index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+            index = slices(piece.offset, piece.shape)
             assert torch.equal(
                 local[piece.row : piece.row + piece.shape[0]], saved[f"model.{name}"][index]
             )
@@ -208,7 +209,7 @@ def test_another_precision_takes_weights_as_exact_as_they_were_saved(
     config = config_of(folder, corpus, parallel={"zero": 1}, dtype=dtype)
     for _, rectangles, moments, _ in run_ranks(_held_after_loading, 2, config):
         for name, offset, values in rectangles:
-            index = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
+            index = slices(offset, values.shape)
             assert torch.equal(values, exact[name][index].to(values.dtype)), name
         masters = [
             (name.removeprefix("optim.master."), values)

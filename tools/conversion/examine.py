@@ -17,7 +17,7 @@ from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers
-from megatron5d.checkpoint.layout import LazyTensor, overlap
+from megatron5d.checkpoint.layout import LazyTensor, overlap, slices
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, file_error, resolve_checkpoint
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
@@ -152,11 +152,9 @@ def _lazy_reader(tensor: LazyTensor) -> Read:
         values = torch.empty(shape, dtype=torch.float64)
         for start, view in tensor.shards.items():
             if shared := overlap(start, view.shape, offset, shape):
-                target, source = (
-                    tuple(slice(first - at, last - at) for first, last, at in zip(*shared, origin))
-                    for origin in (offset, start)
-                )
-                values[target] = tensor.values(start)[source]
+                in_shard, in_rectangle, extent = shared
+                shard = tensor.values(start)
+                values[slices(in_rectangle, extent)] = shard[slices(in_shard, extent)]
         return values
 
     return read

@@ -71,7 +71,7 @@ def to_hf(args: Namespace) -> None:
         partial(print, file=sys.stderr),
         dtype=args.dtype,
         tokenizer=args.tokenizer,
-        bare=args.no_tokenizer,
+        with_tokenizer=not args.no_tokenizer,
         trained=run["progress"]["step"] > 0,
     )
     bar = tqdm(export.entries, unit="tensor", disable=None)

@@ -37,7 +37,7 @@ from megatron5d.checkpoint.folder import (
     step_folder,
 )
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.layout import LazyTensor, ShardedTensor
+from megatron5d.checkpoint.layout import LazyTensor, ShardedTensor, slices
 from megatron5d.checkpoint.load import SavedTensors, file_error, resolve_checkpoint
 from megatron5d.checkpoint.tensor_file import RankWriter, Save, SavedItem
 from megatron5d.config.convert import changed, leaves, to_dict, value_of
@@ -162,7 +162,7 @@ class Resharding:
             if rectangle is None:
                 return self.source.read(key, offset, shape)
             starts = [i - o for i, o in zip(offset, begin)]
-            return rectangle[tuple(slice(i, i + n) for i, n in zip(starts, shape))]
+            return rectangle[slices(starts, shape)]
 
         return {
             rank: LazyTensor(entry.size, rank_shapes, entry.dtype, values)

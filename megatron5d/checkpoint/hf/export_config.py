@@ -18,6 +18,7 @@ from megatron5d.checkpoint.hf.families import (
     SAME_VALUE,
     SPARSE,
     WINDOW_BY_LAYER,
+    Settings,
 )
 from megatron5d.checkpoint.hf.import_config import model_fields, with_defaults
 from megatron5d.checkpoint.hf.moe_mla import mla_settings, routing_settings
@@ -91,7 +92,7 @@ def _obstacles(config: ModelConfig, family: str) -> list[str]:
 
 def hf_config_from_model(
     config: ModelConfig, dtype: str, tokens: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
+) -> Settings:
     """Content of config.json for a model.
 
     Args:
@@ -118,7 +119,7 @@ def hf_config_from_model(
     }
 
 
-def _settings(config: ModelConfig, family: str) -> dict[str, Any]:
+def _settings(config: ModelConfig, family: str) -> Settings:
     """Settings with which a family comes closest to an architecture."""
     same = {key: getattr(config, field) for field, key in SAME_VALUE[family].items()}
     if family == "gpt2":
@@ -126,7 +127,7 @@ def _settings(config: ModelConfig, family: str) -> dict[str, Any]:
     return same | (_neox(config) if family == "gpt_neox" else _decoder(config, family))
 
 
-def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
+def _decoder(config: ModelConfig, family: str) -> Settings:
     settings = {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -162,12 +163,12 @@ def _decoder(config: ModelConfig, family: str) -> dict[str, Any]:
     return settings | (routing_settings(config, family) if family in SPARSE else {})
 
 
-def _windows(config: ModelConfig, family: str) -> dict[str, Any]:
+def _windows(config: ModelConfig, family: str) -> Settings:
     """Settings of a family whose layers have a sliding window or none, one by one."""
     windowed = [i for i in range(config.num_layers) if window_of(config, i)]
     # the code of these families requires a window even where no layer has one
     required = config.max_positions if family in (*GEMMA, "gpt_oss") else None
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "sliding_window": config.attention_window or required,
         "layer_types": [
             "sliding_attention" if i in windowed else "full_attention"
@@ -191,7 +192,7 @@ def _activation(config: ModelConfig) -> str:
     return next((theirs for theirs, ours in GELU.items() if ours == config.activation), "gelu")
 
 
-def _neox(config: ModelConfig) -> dict[str, Any]:
+def _neox(config: ModelConfig) -> Settings:
     rope, percent = rope_settings(config), config.rotary_percent
     return {
         "hidden_act": _activation(config),
@@ -206,7 +207,7 @@ def _neox(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _gpt2(config: ModelConfig) -> dict[str, Any]:
+def _gpt2(config: ModelConfig) -> Settings:
     return {
         "n_ctx": config.max_positions,
         "activation_function": _activation(config),

@@ -6,6 +6,9 @@ also what transformers fills in.
 
 from typing import Any
 
+Settings = dict[str, Any]  # of a config.json
+Fields = dict[str, Any]  # of ModelConfig, by name
+
 # Llama except for biases, windows, norms and packing
 DENSE = (
     *("llama", "mistral", "phi3", "qwen2", "qwen3", "olmo2", "gemma", "gemma2", "gemma3_text"),
@@ -65,20 +68,20 @@ _LATENTS = {
     "deepseek_v3": (1536, 512, 128, 64, 128),
     "glm4_moe_lite": (768, 512, 192, 64, 256),
 }
-_WINDOW: dict[str, Any] = {"sliding_window": 4096, "layer_types": None}
+_WINDOW: Settings = {"sliding_window": 4096, "layer_types": None}
 _QWEN_WINDOW = _WINDOW | {"use_sliding_window": False, "max_window_layers": 28}
-_QWEN3_EXPERTS: dict[str, Any] = {
+_QWEN3_EXPERTS: Settings = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "norm_topk_prob": False,
 }
-_GEMMA: dict[str, Any] = {
+_GEMMA: Settings = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
 }
 _MTP = {"rope_interleave": True, "num_nextn_predict_layers": 1}
-_OTHER: dict[str, dict[str, Any]] = {
+_OTHER: dict[str, Settings] = {
     "mistral": {"sliding_window": 4096},
     "phi3": {"sliding_window": None},
     "qwen2": _QWEN_WINDOW,
@@ -151,7 +154,7 @@ _OTHER: dict[str, dict[str, Any]] = {
 }
 
 
-def _defaults(family: str) -> dict[str, Any]:
+def _defaults(family: str) -> Settings:
     """Defaults of a family of decoders like Llama."""
     return {
         "hidden_act": "silu",
@@ -166,7 +169,7 @@ def _defaults(family: str) -> dict[str, Any]:
     }
 
 
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, Settings] = {
     **{family: _defaults(family) for family in _SIZES},
     "gpt_neox": {
         "vocab_size": 50432,
@@ -198,7 +201,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 # rotary settings of a gpt-oss folder that has none
-GPT_OSS_YARN: dict[str, Any] = {
+GPT_OSS_YARN: Settings = {
     "rope_type": "yarn",
     "factor": 32.0,
     "original_max_position_embeddings": 4096,

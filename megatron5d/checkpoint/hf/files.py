@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from megatron5d.checkpoint.hf.families import Settings
 from megatron5d.config.json_file import parse_json
 
 SINGLE = "model.safetensors"
@@ -108,7 +108,7 @@ def wrong_kind(path: Path) -> str | None:
     return next(kinds, None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Settings:
     """Reads the object in a JSON file of a Hugging Face folder.
 
     Raises:

@@ -4,10 +4,12 @@ Settings that our model does not compute are refused, all of them in one message
 ignored: they do not change the function computed at evaluation.
 """
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron5d.checkpoint.hf import families
+from megatron5d.checkpoint.hf.families import Fields, Settings
 from megatron5d.checkpoint.hf.files import read_json
 from megatron5d.checkpoint.hf.moe_mla import mla_fields, routing_fields
 from megatron5d.checkpoint.hf.rope_settings import rope_fields, rotary_percent, window_rope_theta
@@ -15,10 +17,15 @@ from megatron5d.checkpoint.hf.safetensors_folder import unsupported_quantization
 from megatron5d.config.convert import from_dict
 from megatron5d.config.schema import Config, ModelConfig
 
-_MAX_TENSORS = 1_000_000  # layers times experts
+# settings that count layers and experts, whose product is limited
+_COUNTS = (
+    *("num_hidden_layers", "n_layer", "num_nextn_predict_layers"),
+    *("num_local_experts", "n_routed_experts"),
+)
+_MAX_TENSORS = 1_000_000
 
 
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
+def read_hf_config(folder: str | Path) -> Settings:
     """Reads a folder's config.json and fills in the family's defaults.
 
     Raises:
@@ -49,7 +56,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def with_defaults(config: dict[str, Any], family: str) -> dict[str, Any]:
+def with_defaults(config: Settings, family: str) -> Settings:
     """Settings of a family in one spelling, with the defaults of those that are absent.
 
     Raises:
@@ -62,7 +69,7 @@ def with_defaults(config: dict[str, Any], family: str) -> dict[str, Any]:
     return families.DEFAULTS[family] | config
 
 
-def _wrong_types(config: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+def _wrong_types(config: Settings, defaults: Settings) -> list[str]:
     """Settings that are neither null nor of their default's type; an integer is also a float."""
     types = {key: type(value) for key, value in defaults.items() if value is not None}
     lists = ("layer_types", "mlp_layer_types", "mlp_only_layers")
@@ -75,7 +82,7 @@ def _wrong_types(config: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     ]
 
 
-def _impossible_sizes(config: dict[str, Any]) -> list[str]:
+def _impossible_sizes(config: Settings) -> list[str]:
     """Sizes that no folder of weights can have: the table of their tensors would never end."""
     sizes = (
         *("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"),
@@ -86,22 +93,11 @@ def _impossible_sizes(config: dict[str, Any]) -> list[str]:
         for key in sizes
         if key in config and not (isinstance(config[key], int) and config[key] > 0)
     ]
-    expert_key, experts = _largest(config, ("num_local_experts", "n_routed_experts"))
-    layer_key, layers = _largest(
-        config, ("num_hidden_layers", "n_layer", "num_nextn_predict_layers")
-    )
-    if max(experts, 1) * layers > _MAX_TENSORS:
-        product = f"{layer_key} = {layers}" + (
-            f" times {expert_key} = {experts}" if experts > 1 else ""
-        )
+    counts = {key: config[key] for key in _COUNTS if isinstance(config.get(key), int)}
+    if prod(max(count, 1) for count in counts.values()) > _MAX_TENSORS:
+        product = " times ".join(f"{key} = {count}" for key, count in counts.items() if count > 1)
         wrong.append(f"{product} exceeds the limit of {_MAX_TENSORS:,} layers and experts")
     return wrong
-
-
-def _largest(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
-    """The key with the largest integer, and that integer."""
-    counts = [(key, config[key]) for key in keys if isinstance(config.get(key), int)]
-    return max(counts, key=lambda item: item[1], default=("", 1))
 
 
 def token_source(config: Config) -> Path | None:
@@ -110,7 +106,7 @@ def token_source(config: Config) -> Path | None:
     return None if source is None else Path(source)
 
 
-def token_ids(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def token_ids(folder: str | Path) -> tuple[Settings, Settings]:
     """Ids of special tokens in a Hugging Face folder.
 
     Returns:
@@ -135,7 +131,7 @@ def end_tokens(folder: str | Path) -> list[int]:
     return list(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
-def model_config_from_hf(folder: str | Path) -> dict[str, Any]:
+def model_config_from_hf(folder: str | Path) -> Fields:
     """Fields of ModelConfig that compute what the folder's model computes.
 
     Returns:
@@ -164,7 +160,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
     return from_dict({"model": model_config_from_hf(folder)}).model
 
 
-def model_fields(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def model_fields(config: Settings) -> tuple[Fields, list[str]]:
     """Fields of ModelConfig for settings with their defaults, and a line for each setting that our
     model does not compute."""
     family = config["model_type"]
@@ -178,7 +174,7 @@ def model_fields(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return same | fields, unsupported
 
 
-def _decoder(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _decoder(config: Settings, unsupported: list[str]) -> Fields:
     """Families like Llama, which differ by biases, norms, latents, windows and experts."""
     family, num_heads = config["model_type"], config["num_attention_heads"]
     window_theta = window_rope_theta(config, unsupported) if family == "gemma3_text" else None
@@ -223,7 +219,7 @@ def _decoder(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
     return fields
 
 
-def _gemma(config: dict[str, Any]) -> dict[str, Any]:
+def _gemma(config: Settings) -> Fields:
     fields = {
         "norm_zero_centered": True,
         "activation": "geglu_tanh",
@@ -242,7 +238,7 @@ def _gemma(config: dict[str, Any]) -> dict[str, Any]:
 _LAYER_NORM = {"norm": "layernorm", "qk_norm": False, "mlp_bias": True, "attention_window": None}
 
 
-def _gpt2(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _gpt2(config: Settings, unsupported: list[str]) -> Fields:
     hidden_size, num_heads = config["n_embd"], config["n_head"]
     if hidden_size % num_heads:
         unsupported.append(f"n_embd = {hidden_size} is not divisible by n_head = {num_heads}")
@@ -258,7 +254,7 @@ def _gpt2(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
     }
 
 
-def _neox(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _neox(config: Settings, unsupported: list[str]) -> Fields:
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     if hidden_size % num_heads:
         unsupported.append(
@@ -280,7 +276,7 @@ def _neox(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
     }
 
 
-def _window(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _window(config: Settings, unsupported: list[str]) -> Fields:
     """The sliding window, and the layers that have it; None = all."""
     family = config["model_type"]
     if "sliding_window" not in families.DEFAULTS[family]:
@@ -314,7 +310,7 @@ def _window(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
     }
 
 
-def _sliding_layers(config: dict[str, Any], layers: range) -> list[bool]:
+def _sliding_layers(config: Settings, layers: range) -> list[bool]:
     """Whether each layer has a window where layer_types does not say it."""
     family, first = config["model_type"], config.get("max_window_layers", len(layers))
     if family == "gemma3_text":

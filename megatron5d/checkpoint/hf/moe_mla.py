@@ -3,15 +3,13 @@
 The norms of DeepSeek's latents have an epsilon of 1e-6, whatever rms_norm_eps is.
 """
 
-from typing import Any
-
-from megatron5d.checkpoint.hf.families import LATENT_KEYS, LIKE_DEEPSEEK
+from megatron5d.checkpoint.hf.families import LATENT_KEYS, LIKE_DEEPSEEK, Fields, Settings
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import ModelConfig
 
 LATENT_EPS = 1e-6
 # fields of mixtures in families that have no settings for them
-_FIXED_ROUTING: dict[str, Any] = {
+_FIXED_ROUTING: Fields = {
     "moe_ffn_hidden_size": None,
     "shared_ffn_hidden_size": 0,
     "first_k_dense": 0,
@@ -27,7 +25,7 @@ _FIXED_ROUTING: dict[str, Any] = {
 }
 
 
-def mla_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def mla_fields(config: Settings, unsupported: list[str]) -> Fields:
     """Fields of ModelConfig that describe the attention of a DeepSeek family.
 
     Args:
@@ -49,7 +47,7 @@ def mla_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]
     }
 
 
-def mla_settings(config: ModelConfig, family: str) -> dict[str, Any]:
+def mla_settings(config: ModelConfig, family: str) -> Settings:
     """Settings of config.json for the attention of a DeepSeek family."""
     settings = {key: getattr(config, key) for key in LATENT_KEYS}
     settings["head_dim"] = config.qk_rope_head_dim
@@ -58,7 +56,7 @@ def mla_settings(config: ModelConfig, family: str) -> dict[str, Any]:
     return settings
 
 
-def routing_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def routing_fields(config: Settings, unsupported: list[str]) -> Fields:
     """Fields of ModelConfig that describe experts and routers; arguments as in `mla_fields`.
 
     Returns:
@@ -85,7 +83,7 @@ def routing_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, 
     return fields
 
 
-def _qwen_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _qwen_fields(config: Settings, unsupported: list[str]) -> Fields:
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
     if not step or step < 1:
         unsupported.append(f"decoder_sparse_step = {step}: at least 1 is supported")
@@ -104,7 +102,7 @@ def _qwen_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, An
     }
 
 
-def _deepseek_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _deepseek_fields(config: Settings, unsupported: list[str]) -> Fields:
     v3, layers = config["model_type"] != "deepseek_v2", range(config["num_hidden_layers"])
     first, kinds = config["first_k_dense_replace"] or 0, config.get("mlp_layer_types")
     sparse = [i for i in layers if (kinds[i : i + 1] == ["sparse"] if kinds else i >= first)]
@@ -134,7 +132,7 @@ def _deepseek_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str
     }
 
 
-def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
+def routing_settings(config: ModelConfig, family: str) -> Settings:
     """Settings of config.json for experts and routers."""
     if family in LIKE_DEEPSEEK:
         return _deepseek_settings(config, family)
@@ -160,9 +158,9 @@ def routing_settings(config: ModelConfig, family: str) -> dict[str, Any]:
     return settings
 
 
-def _deepseek_settings(config: ModelConfig, family: str) -> dict[str, Any]:
+def _deepseek_settings(config: ModelConfig, family: str) -> Settings:
     features = config.expert_hidden_size
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "first_k_dense_replace": min(moe_layers(config), default=config.num_layers),
         "n_routed_experts": config.num_experts,
         # transformers builds at least one shared expert

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from math import log
 from typing import Any
 
-from megatron5d.checkpoint.hf.families import GPT_OSS_YARN, LATENT, PARTLY_ROTATED
+from megatron5d.checkpoint.hf.families import GPT_OSS_YARN, LATENT, PARTLY_ROTATED, Fields, Settings
 from megatron5d.config.schema import ModelConfig, RopeScaling
 
 _REQUIRED = {
@@ -18,7 +18,7 @@ _REQUIRED = {
 }
 
 
-def rope_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def rope_fields(config: Settings, unsupported: list[str]) -> Fields:
     """`rope_theta` and `rope_scaling` of ModelConfig.
 
     Args:
@@ -43,7 +43,7 @@ def rope_fields(config: dict[str, Any], unsupported: list[str]) -> dict[str, Any
     return {"rope_theta": theta, "rope_scaling": asdict(_scaling(rope, config, unsupported))}
 
 
-def _theta(thetas: list[Any], config: dict[str, Any], unsupported: list[str]) -> float:
+def _theta(thetas: list[Any], config: Settings, unsupported: list[str]) -> float:
     thetas = thetas or [config.get("default_theta", 10000.0)]
     if any(theta != thetas[0] for theta in thetas):
         unsupported.append(f"rope_theta is given as {' and as '.join(map(str, thetas))}")
@@ -53,7 +53,7 @@ def _theta(thetas: list[Any], config: dict[str, Any], unsupported: list[str]) ->
     return float(thetas[0])
 
 
-def _scaling(rope: dict[str, Any], config: dict[str, Any], unsupported: list[str]) -> RopeScaling:
+def _scaling(rope: Settings, config: Settings, unsupported: list[str]) -> RopeScaling:
     kind, family = rope.get("rope_type", "default"), config["model_type"]
     if kind == "default":
         return RopeScaling()
@@ -76,11 +76,11 @@ def _scaling(rope: dict[str, Any], config: dict[str, Any], unsupported: list[str
     original = config.get(key) or rope.get(key) or max_positions
     if kind == "yarn":
         return _yarn(rope, max_positions, original)
-    frequencies: dict[str, Any] = {key: float(rope[key]) for key in _REQUIRED[kind]}
+    frequencies: Settings = {key: float(rope[key]) for key in _REQUIRED[kind]}
     return RopeScaling(type=kind, original_max_positions=original, **frequencies)
 
 
-def _yarn(rope: dict[str, Any], max_positions: int, original: int) -> RopeScaling:
+def _yarn(rope: Settings, max_positions: int, original: int) -> RopeScaling:
     """YaRN (arXiv:2309.00071); mscale has an effect only together with mscale_all_dim."""
     factor = float(rope.get("factor") or max_positions / original)
     attention_factor = rope.get("attention_factor")
@@ -100,7 +100,7 @@ def _yarn(rope: dict[str, Any], max_positions: int, original: int) -> RopeScalin
     )
 
 
-def _flat(rope: dict[str, Any] | None, unsupported: list[str]) -> dict[str, Any]:
+def _flat(rope: Settings | None, unsupported: list[str]) -> Settings:
     """One dict of rotary settings. transformers 5 may nest one for each kind of layer; they must be
     equal."""
     if not isinstance(rope, dict | None):
@@ -121,7 +121,7 @@ def _flat(rope: dict[str, Any] | None, unsupported: list[str]) -> dict[str, Any]
     return rope
 
 
-def window_rope_theta(config: dict[str, Any], unsupported: list[str]) -> float:
+def window_rope_theta(config: Settings, unsupported: list[str]) -> float:
     """Base in Gemma 3's layers with a window; leaves the settings of the other layers in
     `config`."""
     by_layer = config.get("rope_parameters") or {}
@@ -142,23 +142,23 @@ def window_rope_theta(config: dict[str, Any], unsupported: list[str]) -> float:
     return sliding.get("rope_theta") or config["rope_local_base_freq"]
 
 
-def rotary_percent(config: dict[str, Any]) -> float:
+def rotary_percent(config: Settings) -> float:
     """Share of a head's features that are rotated, in either spelling."""
     rope = config.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
-def rope_settings(model: ModelConfig) -> dict[str, Any]:
+def rope_settings(model: ModelConfig) -> Settings:
     """Rotary settings of config.json, in both spellings."""
     theta, scaling = model.rope_theta, _scaling_settings(model.rope_scaling)
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
-def _scaling_settings(scaling: RopeScaling) -> dict[str, Any] | None:
+def _scaling_settings(scaling: RopeScaling) -> Settings | None:
     if scaling.type == "none":
         return None
-    settings: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
+    settings: Settings = {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.type == "linear":
         return settings
     settings["original_max_position_embeddings"] = scaling.original_max_positions

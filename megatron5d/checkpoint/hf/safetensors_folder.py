@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron5d.checkpoint.hf.families import Settings
 from megatron5d.checkpoint.hf.files import (
     INDEX,
     SINGLE,
@@ -30,7 +32,7 @@ from megatron5d.checkpoint.hf.files import (
     wrong_kind,
 )
 from megatron5d.checkpoint.hf.tensor_table import Entry
-from megatron5d.checkpoint.layout import Index, ParameterShards, ReadRectangle, overlap
+from megatron5d.checkpoint.layout import Dims, ParameterShards, ReadRectangle, overlap, slices
 from megatron5d.topology.shard_spec import ShardSpec
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -46,7 +48,7 @@ class StoredTensor:
     """What the header of a file says about one tensor."""
 
     file: str
-    shape: tuple[int, ...]
+    shape: Dims
     dtype: str  # as safetensors spells it: F32, BF16, F8_E4M3, ...
 
 
@@ -65,7 +67,7 @@ class SafetensorsFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._open = ExitStack()
-        self._handles: dict[str, Any] = {}
+        self._handles: Settings = {}
         self.tensors: dict[str, StoredTensor] = {}
         self.scales: dict[str, StoredTensor] = {}  # of the FP8 tensors, by their names
         unindexed: list[tuple[str, str]] = []  # (tensor, file) pairs that are not in the index
@@ -118,21 +120,18 @@ class SafetensorsFolder:
         Returns:
             In its stored dtype; an FP8 tensor with scales is dequantized to fp32.
         """
-        stops = [start + extent for start, extent in zip(offset, shape)]
-        values = self._read_slice(self.tensors[name].file, name, offset, stops)
+        values = self._handle(self.tensors[name].file).get_slice(name)[slices(offset, shape)]
         if name not in self.scales:
             return values
-        first, last = [start // BLOCK for start in offset], [-(-stop // BLOCK) for stop in stops]
-        scales = self._read_slice(self.scales[name].file, name + SCALES, first, last).float()
+        blocks = tuple(
+            slice(start // BLOCK, -(-(start + extent) // BLOCK))
+            for start, extent in zip(offset, shape)
+        )
+        handle = self._handle(self.scales[name].file)
+        scales = handle.get_slice(name + SCALES)[blocks].float()
         for dim, (start, extent) in enumerate(zip(offset, shape)):
             scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, extent)
         return values.float() * scales
-
-    def _read_slice(
-        self, file: str, name: str, starts: Sequence[int], stops: Sequence[int]
-    ) -> torch.Tensor:
-        index = tuple(slice(*ends) for ends in zip(starts, stops))
-        return self._handle(file).get_slice(name)[index]
 
 
 @torch.no_grad()
@@ -218,7 +217,7 @@ def check_names(stored: Stored, entries: Sequence[Entry], ignored: Sequence[str]
         raise ValueError(f"{stored.folder} does not fit the model:{lists}")
 
 
-def unsupported_quantization(config: dict[str, Any]) -> list[str]:
+def unsupported_quantization(config: Settings) -> list[str]:
     """Settings of a config.json's quantization that differ from those of the FP8 releases that are
     read; null means a folder that is not quantized."""
     quantization = config.get("quantization_config")
@@ -248,24 +247,12 @@ def _listing(kind: str, names: list[str]) -> str:
 
 
 def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> None:
-    """Makes sure that the entries of each parameter cover its rows without gaps or overlaps."""
+    """Makes sure that the entries of each parameter fill it."""
     errors = []
     for spec in specs:
-        stacked = any(entry.expert is not None for entry in table[spec.name])
-        per_expert = spec.shape[1] if stacked else 0  # rows are counted through all experts
-        covered = 0
-        for entry in sorted(table[spec.name], key=lambda entry: entry.model_offset):
-            start, stop = (row + per_expert * (entry.expert or 0) for row in entry.rows)
-            inner = (stop - start, *spec.shape[1 + stacked :])
-            if start != covered or entry.model_shape != ((1, *inner) if stacked else inner):
-                errors.append(
-                    f"{spec.name} {list(spec.shape)}: {entry} does not continue at row {covered}"
-                )
-            covered = stop
-        if covered != spec.shape[0] * (per_expert if stacked else 1):
-            errors.append(
-                f"{spec.name} {list(spec.shape)}: the folder's family gives it {covered} rows"
-            )
+        size, filled = prod(spec.shape), sum(prod(e.model_shape) for e in table[spec.name])
+        if filled != size:
+            errors.append(f"{spec.name}: the folder's family fills {filled} of {size} elements")
     if errors:
         raise ValueError(
             "the model is not one that this Hugging Face family can hold:"
@@ -273,34 +260,28 @@ def _check_parameters(specs: list[ShardSpec], table: dict[str, list[Entry]]) -> 
         )
 
 
-def _fill(view: torch.Tensor, at: Index, entry: Entry, stored: SafetensorsFolder) -> int:
+def _fill(view: torch.Tensor, at: Dims, entry: Entry, stored: SafetensorsFolder) -> int:
     """Copies the intersection of a stored tensor and the local rectangle at `at`; returns its
     number of elements."""
     shared = overlap(at, view.shape, entry.model_offset, entry.model_shape)
     if shared is None:
         return 0
-    begin, end = shared
-    target = view[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, at))]
-    offset = tuple(a - o for a, o in zip(begin, entry.model_offset))
-    shape = tuple(b - a for a, b in zip(begin, end))
+    in_view, offset, shape = shared
+    target = view[slices(in_view, shape)]
     if entry.expert is not None:
         offset, shape, target = offset[1:], shape[1:], target[0]
     target.copy_(_read_entry(entry, offset, shape, stored))
     return target.numel()
 
 
-def _read_entry(
-    entry: Entry, offset: Index, shape: Index, stored: SafetensorsFolder
-) -> torch.Tensor:
+def _read_entry(entry: Entry, offset: Dims, shape: Dims, stored: SafetensorsFolder) -> torch.Tensor:
     """Reads a rectangle of an entry in our order."""
     if entry.heads is not None or entry.interleaved:
         # rows are scattered in storage: read all of them, or all of the local experts
         first, count = (offset[0], shape[0]) if entry.interleaved else (0, entry.stored_shape[0])
         inner = entry.stored_shape[1:]
         values = stored.read(entry.stored_name, (first, *(0 for _ in inner)), (count, *inner))
-        starts = (offset[0] - first, *offset[1:])
-        index = tuple(slice(start, start + size) for start, size in zip(starts, shape))
-        return entry.from_stored(values)[index]
+        return entry.from_stored(values)[slices((offset[0] - first, *offset[1:]), shape)]
     if entry.transposed:
         offset, shape = ((*dims[:-2], dims[-1], dims[-2]) for dims in (offset, shape))
         return entry.from_stored(stored.read(entry.stored_name, offset, shape))

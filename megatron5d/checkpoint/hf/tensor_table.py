@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron5d.checkpoint.hf.families import DENSE, SPARSE
+from megatron5d.checkpoint.layout import Dims
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import ModelConfig
 
@@ -50,7 +51,7 @@ class Entry:
     # (start, stop) in dim 0 of our tensor, or of one expert of it; other dims are complete
     rows: tuple[int, int]
     stored_name: str
-    stored_shape: tuple[int, ...]
+    stored_shape: Dims
     # stored as [..., in, out] (GPT-2's Conv1D, gpt-oss) where ours is [..., out, in]
     transposed: bool = False
     # which expert of our stack `[experts, rows, ...]`; None = not a tensor of one expert
@@ -63,7 +64,7 @@ class Entry:
     interleaved: bool = False
 
     @property
-    def model_shape(self) -> tuple[int, ...]:
+    def model_shape(self) -> Dims:
         """Shape of the tensor within ours."""
         shape = self.stored_shape
         if self.transposed:
@@ -71,7 +72,7 @@ class Entry:
         return shape if self.expert is None else (1, *shape)
 
     @property
-    def model_offset(self) -> tuple[int, ...]:
+    def model_offset(self) -> Dims:
         """First index of the tensor within ours."""
         offset = (self.rows[0], *(0 for _ in self.stored_shape[1:]))
         return offset if self.expert is None else (self.expert, *offset)
@@ -113,7 +114,7 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
     if family == "gpt2":
         embedding, norm = "transformer.wte.weight", "transformer.ln_f"
         positions = (config.max_positions, h)
-        table = [_whole("position_embedding.weight", "transformer.wpe.weight", *positions)]
+        table = [whole_entry("position_embedding.weight", "transformer.wpe.weight", *positions)]
         table += [entry for i in layers for entry in _gpt2_layer(config, i)]
     elif family == "gpt_neox":
         embedding, head = "gpt_neox.embed_in.weight", "embed_out.weight"
@@ -123,12 +124,12 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
         table = [entry for i in layers for entry in _decoder_layer(config, family, i, fused)]
         table += [entry for i in layers[config.num_layers :] for entry in _mtp_layer(config, i)]
     table = [
-        _whole("embedding.weight", embedding, config.vocab_size, h),
+        whole_entry("embedding.weight", embedding, config.vocab_size, h),
         *table,
-        *_norm("final_norm", norm, h, bias=family in ("gpt2", "gpt_neox")),
+        *norm_entries("final_norm", norm, h, bias=family in ("gpt2", "gpt_neox")),
     ]
     if not config.tie_embeddings:
-        table.append(_whole("head.weight", head, config.vocab_size, h))
+        table.append(whole_entry("head.weight", head, config.vocab_size, h))
     return table
 
 
@@ -137,42 +138,75 @@ def mtp_copies(config: ModelConfig) -> list[Entry]:
     shape = (config.vocab_size, config.hidden_size)
     head = "embedding.weight" if config.tie_embeddings else "head.weight"
     return [
-        _whole(name, f"model.layers.{i}.{copy}.weight", *shape)
+        whole_entry(name, f"model.layers.{i}.{copy}.weight", *shape)
         for i in blocks(config)[config.num_layers :]
         for name, copy in (("embedding.weight", "embed_tokens"), (head, "shared_head.head"))
     ]
 
 
-def _whole(name: str, stored_name: str, *shape: int, **options: Any) -> Entry:
+def whole_entry(name: str, stored_name: str, *shape: int, **options: Any) -> Entry:
     """A stored tensor that is all of ours."""
     return Entry(name, (0, shape[0]), stored_name, shape, **options)
 
 
-def _norm(name: str, stored_name: str, size: int, bias: bool = False) -> list[Entry]:
+def norm_entries(name: str, stored_name: str, size: int, bias: bool = False) -> list[Entry]:
     kinds = ("weight", "bias") if bias else ("weight",)
-    return [_whole(f"{name}.{kind}", f"{stored_name}.{kind}", size) for kind in kinds]
+    return [whole_entry(f"{name}.{kind}", f"{stored_name}.{kind}", size) for kind in kinds]
 
 
-def _linear(
-    name: str, columns: int, bias: bool, stored: list[tuple[str, int]], **options: Any
+def linear_entries(
+    name: str,
+    columns: int,
+    bias: bool,
+    stored: list[tuple[str, int]],
+    transposed: bool = False,
+    **options: Any,
 ) -> list[Entry]:
     """Linear layers [out, in] that we keep as one, in the given order.
 
     Args:
         stored: (stored name, rows) of each.
-        options: fields of each entry.
+        transposed: their weights are stored as [in, out].
+        options: further fields of each entry.
     """
     entries, start = [], 0
     for stored_name, rows in stored:
         row_range = (start, start + rows)
-        weight = (f"{name}.weight", row_range, f"{stored_name}.weight", (rows, columns))
+        shape = (columns, rows) if transposed else (rows, columns)
+        weight = (f"{name}.weight", row_range, f"{stored_name}.weight", shape, transposed)
         entries.append(Entry(*weight, **options))
         if bias:
-            entries.append(
-                Entry(f"{name}.bias", row_range, f"{stored_name}.bias", (rows,), **options)
-            )
+            vector = (f"{name}.bias", row_range, f"{stored_name}.bias", (rows,))
+            entries.append(Entry(*vector, **options))
         start += rows
     return entries
+
+
+def mlp_entries(
+    ours: str,
+    theirs: str,
+    sizes: tuple[int, int],
+    names: tuple[str, ...],
+    bias: bool = False,
+    gated: bool = True,
+    **options: Any,
+) -> list[Entry]:
+    """An MLP, whose gate and up projections we keep as one.
+
+    Args:
+        sizes: hidden size, and features inside.
+        names: stored as (gate, up, down), or as (gate and up, down).
+        options: as in `linear_entries`.
+    """
+    hidden, features = sizes
+    *up, down = names
+    rows = (2 if gated else 1) * features // len(up)
+    up_rows = [(f"{theirs}.{name}", rows) for name in up]
+    down_rows = [(f"{theirs}.{down}", hidden)]
+    return [
+        *linear_entries(f"{ours}.up", hidden, bias, up_rows, **options),
+        *linear_entries(f"{ours}.down", features, bias, down_rows, **options),
+    ]
 
 
 def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> list[Entry]:
@@ -195,7 +229,7 @@ def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> lis
     table = [
         entry
         for name, stored_name in norms.items()
-        for entry in _norm(f"{ours}.{name}", f"{theirs}.{stored_name}", config.hidden_size)
+        for entry in norm_entries(f"{ours}.{name}", f"{theirs}.{stored_name}", config.hidden_size)
     ]
     table += (
         _latent_attention(config, i)
@@ -204,11 +238,11 @@ def _decoder_layer(config: ModelConfig, family: str, i: int, fused: bool) -> lis
     )
     if config.attention_sinks:
         sinks = (f"{ours}.attention.sinks", f"{theirs}.self_attn.sinks")
-        table.append(_whole(*sinks, config.num_heads))
+        table.append(whole_entry(*sinks, config.num_heads))
     if not is_moe(config, i):
         sizes = (config.hidden_size, config.ffn_hidden_size)
         names = ("gate_up_proj", "down_proj") if packed else _MLP
-        return table + _mlp(f"{ours}.mlp", f"{theirs}.mlp", *sizes, names, config.mlp_bias)
+        return table + mlp_entries(f"{ours}.mlp", f"{theirs}.mlp", sizes, names, config.mlp_bias)
     if family == "gpt_oss":
         return table + _gpt_oss_experts(config, i)
     return table + _experts(config, family, i, fused)
@@ -221,20 +255,20 @@ def _attention(config: ModelConfig, ours: str, theirs: str, packed: bool) -> lis
     if packed:
         qkv = [(f"{theirs}.qkv_proj", q + 2 * kv)]
     entries = [
-        *_linear(f"{ours}.qkv", h, config.qkv_bias, qkv),
-        *_linear(f"{ours}.out", q, config.attention_out_bias, [(f"{theirs}.o_proj", h)]),
+        *linear_entries(f"{ours}.qkv", h, config.qkv_bias, qkv),
+        *linear_entries(f"{ours}.out", q, config.attention_out_bias, [(f"{theirs}.o_proj", h)]),
     ]
     if config.qk_norm:
         q, kv = (q, kv) if config.qk_norm_all_heads else (d, d)
-        entries += _norm(f"{ours}.q_norm", f"{theirs}.q_norm", q)
-        entries += _norm(f"{ours}.k_norm", f"{theirs}.k_norm", kv)
+        entries += norm_entries(f"{ours}.q_norm", f"{theirs}.q_norm", q)
+        entries += norm_entries(f"{ours}.k_norm", f"{theirs}.k_norm", kv)
     return entries
 
 
 def _latent_attention(config: ModelConfig, i: int) -> list[Entry]:
     h, a, q_rank, r = config.hidden_size, config.num_heads, config.q_lora_rank, config.kv_lora_rank
     dn, dr, dv = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    tensors: list[tuple[str, str, tuple[int, ...]]] = [("q", "q_proj", (a * (dn + dr), h))]
+    tensors: list[tuple[str, str, Dims]] = [("q", "q_proj", (a * (dn + dr), h))]
     if q_rank:
         tensors = [
             ("q_down", "q_a_proj", (q_rank, h)),
@@ -249,27 +283,8 @@ def _latent_attention(config: ModelConfig, i: int) -> list[Entry]:
     ]
     ours, theirs = f"layers.{i}.attention", f"model.layers.{i}.self_attn"
     return [
-        _whole(f"{ours}.{name}.weight", f"{theirs}.{stored_name}.weight", *shape)
+        whole_entry(f"{ours}.{name}.weight", f"{theirs}.{stored_name}.weight", *shape)
         for name, stored_name, shape in tensors
-    ]
-
-
-def _mlp(
-    ours: str,
-    theirs: str,
-    hidden: int,
-    features: int,
-    names: tuple[str, ...],
-    bias: bool = False,
-    **options: Any,
-) -> list[Entry]:
-    """An MLP whose gate and up projections we keep as one; `names`: (gate, up, down), or (gate and
-    up, down)."""
-    *up, down = names
-    up_rows = [(f"{theirs}.{name}", 2 * features // len(up)) for name in up]
-    return [
-        *_linear(f"{ours}.up", hidden, bias, up_rows, **options),
-        *_linear(f"{ours}.down", features, bias, [(f"{theirs}.{down}", hidden)], **options),
     ]
 
 
@@ -279,12 +294,12 @@ def _gpt_oss_experts(config: ModelConfig, i: int) -> list[Entry]:
     ours, theirs = f"layers.{i}", f"model.layers.{i}.mlp"
     experts, up, down = f"{ours}.experts", f"{theirs}.{FUSED}", f"{theirs}.experts.down_proj"
     return [
-        _whole(f"{ours}.router.weight", f"{theirs}.router.weight", e, h),
-        _whole(f"{ours}.router.linear_bias", f"{theirs}.router.bias", e),
-        _whole(f"{experts}.up.weight", up, e, h, 2 * f, transposed=True, interleaved=True),
-        _whole(f"{experts}.up.bias", f"{up}_bias", e, 2 * f, interleaved=True),
-        _whole(f"{experts}.down.weight", down, e, f, h, transposed=True),
-        _whole(f"{experts}.down.bias", f"{down}_bias", e, h),
+        whole_entry(f"{ours}.router.weight", f"{theirs}.router.weight", e, h),
+        whole_entry(f"{ours}.router.linear_bias", f"{theirs}.router.bias", e),
+        whole_entry(f"{experts}.up.weight", up, e, h, 2 * f, transposed=True, interleaved=True),
+        whole_entry(f"{experts}.up.bias", f"{up}_bias", e, 2 * f, interleaved=True),
+        whole_entry(f"{experts}.down.weight", down, e, f, h, transposed=True),
+        whole_entry(f"{experts}.down.bias", f"{down}_bias", e, h),
     ]
 
 
@@ -297,22 +312,24 @@ def _experts(config: ModelConfig, family: str, i: int, fused: bool) -> list[Entr
     renamed = fused and family == "hy_v3"
     router, bias, shared = _ROUTER["hy_v3, fused" if renamed else family]
     ours, theirs = f"layers.{i}", f"model.layers.{i}.{module}"
-    table = [_whole(f"{ours}.router.weight", f"{theirs}.{router}.weight", experts, h)]
+    table = [whole_entry(f"{ours}.router.weight", f"{theirs}.{router}.weight", experts, h)]
     if config.router_bias:
-        table.append(_whole(f"{ours}.router.bias", f"{theirs}.{bias}", experts, wide=True))
+        table.append(whole_entry(f"{ours}.router.bias", f"{theirs}.{bias}", experts, wide=True))
     if fused:
         up, down = f"{theirs}.{FUSED}", f"{theirs}.experts.down_proj"
         table += [
-            _whole(f"{ours}.experts.up.weight", up, experts, 2 * f, h),
-            _whole(f"{ours}.experts.down.weight", down, experts, h, f),
+            whole_entry(f"{ours}.experts.up.weight", up, experts, 2 * f, h),
+            whole_entry(f"{ours}.experts.down.weight", down, experts, h, f),
         ]
     for e in range(0 if fused else experts):
-        table += _mlp(f"{ours}.experts", f"{theirs}.experts.{e}", h, f, names, expert=e)
+        stored_name = f"{theirs}.experts.{e}"
+        table += mlp_entries(f"{ours}.experts", stored_name, (h, f), names, expert=e)
     if features := config.shared_ffn_hidden_size:
         if config.shared_expert_gate:
             gate = f"{theirs}.shared_expert_gate.weight"
-            table.append(_whole(f"{ours}.shared_expert.gate.weight", gate, 1, h))
-        table += _mlp(f"{ours}.shared_expert", f"{theirs}.{shared}", h, features, names)
+            table.append(whole_entry(f"{ours}.shared_expert.gate.weight", gate, 1, h))
+        sizes = (h, features)
+        table += mlp_entries(f"{ours}.shared_expert", f"{theirs}.{shared}", sizes, names)
     return table
 
 
@@ -320,32 +337,25 @@ def _mtp_layer(config: ModelConfig, i: int) -> list[Entry]:
     """What a multi-token prediction layer has in addition to a block."""
     h, ours, theirs = config.hidden_size, f"layers.{i}.mtp", f"model.layers.{i}"
     return [
-        *_norm(f"{ours}.embedding_norm", f"{theirs}.enorm", h),
-        *_norm(f"{ours}.hidden_norm", f"{theirs}.hnorm", h),
-        _whole(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", h, 2 * h),
-        *_norm(f"{ours}.final_norm", f"{theirs}.shared_head.norm", h),
+        *norm_entries(f"{ours}.embedding_norm", f"{theirs}.enorm", h),
+        *norm_entries(f"{ours}.hidden_norm", f"{theirs}.hnorm", h),
+        whole_entry(f"{ours}.join.weight", f"{theirs}.eh_proj.weight", h, 2 * h),
+        *norm_entries(f"{ours}.final_norm", f"{theirs}.shared_head.norm", h),
     ]
 
 
 def _gpt2_layer(config: ModelConfig, i: int) -> list[Entry]:
-    h, f = config.hidden_size, config.ffn_hidden_size
-    ours, theirs = f"layers.{i}", f"transformer.h.{i}"
-
-    def conv1d(name: str, stored_name: str, rows: int, columns: int) -> list[Entry]:
-        name, stored_name = f"{ours}.{name}", f"{theirs}.{stored_name}"
-        weight, stored_weight = f"{name}.weight", f"{stored_name}.weight"
-        return [
-            Entry(weight, (0, rows), stored_weight, (columns, rows), transposed=True),
-            _whole(f"{name}.bias", f"{stored_name}.bias", rows),
-        ]
-
+    h, ours, theirs = config.hidden_size, f"layers.{i}", f"transformer.h.{i}"
+    qkv, out = [(f"{theirs}.attn.c_attn", 3 * h)], [(f"{theirs}.attn.c_proj", h)]
+    sizes, names = (h, config.ffn_hidden_size), ("c_fc", "c_proj")
     return [
-        *_norm(f"{ours}.attention.norm", f"{theirs}.ln_1", h, bias=True),
-        *conv1d("attention.qkv", "attn.c_attn", 3 * h, h),
-        *conv1d("attention.out", "attn.c_proj", h, h),
-        *_norm(f"{ours}.mlp.norm", f"{theirs}.ln_2", h, bias=True),
-        *conv1d("mlp.up", "mlp.c_fc", f, h),
-        *conv1d("mlp.down", "mlp.c_proj", h, f),
+        *norm_entries(f"{ours}.attention.norm", f"{theirs}.ln_1", h, bias=True),
+        *linear_entries(f"{ours}.attention.qkv", h, True, qkv, transposed=True),
+        *linear_entries(f"{ours}.attention.out", h, True, out, transposed=True),
+        *norm_entries(f"{ours}.mlp.norm", f"{theirs}.ln_2", h, bias=True),
+        *mlp_entries(
+            f"{ours}.mlp", f"{theirs}.mlp", sizes, names, bias=True, gated=False, transposed=True
+        ),
     ]
 
 
@@ -353,11 +363,11 @@ def _neox_layer(config: ModelConfig, i: int) -> list[Entry]:
     h, f, biased = config.hidden_size, config.ffn_hidden_size, config.qkv_bias
     ours, theirs = f"layers.{i}", f"gpt_neox.layers.{i}"
     qkv = [(f"{theirs}.attention.query_key_value", 3 * h)]
+    names = ("dense_h_to_4h", "dense_4h_to_h")
     return [
-        *_norm(f"{ours}.attention.norm", f"{theirs}.input_layernorm", h, bias=True),
-        *_norm(f"{ours}.mlp.norm", f"{theirs}.post_attention_layernorm", h, bias=True),
-        *_linear(f"{ours}.attention.qkv", h, biased, qkv, heads=config.num_heads),
-        *_linear(f"{ours}.attention.out", h, biased, [(f"{theirs}.attention.dense", h)]),
-        *_linear(f"{ours}.mlp.up", h, True, [(f"{theirs}.mlp.dense_h_to_4h", f)]),
-        *_linear(f"{ours}.mlp.down", f, True, [(f"{theirs}.mlp.dense_4h_to_h", h)]),
+        *norm_entries(f"{ours}.attention.norm", f"{theirs}.input_layernorm", h, bias=True),
+        *norm_entries(f"{ours}.mlp.norm", f"{theirs}.post_attention_layernorm", h, bias=True),
+        *linear_entries(f"{ours}.attention.qkv", h, biased, qkv, heads=config.num_heads),
+        *linear_entries(f"{ours}.attention.out", h, biased, [(f"{theirs}.attention.dense", h)]),
+        *mlp_entries(f"{ours}.mlp", f"{theirs}.mlp", (h, f), names, bias=True, gated=False),
     ]

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron5d.checkpoint.hf.import_config import (
-    model_config_from_hf,
-    read_hf_config,
-    read_model_config,
-)
+from megatron5d.checkpoint.canonical_model import differing_fields
+from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import (
     SafetensorsFolder,
     Stored,
@@ -28,7 +25,7 @@ from megatron5d.checkpoint.hf.tensor_table import (
     hf_entries,
     mtp_copies,
 )
-from megatron5d.checkpoint.layout import Index, LazyTensor, ParameterShards, sharded_parameter
+from megatron5d.checkpoint.layout import Dims, LazyTensor, ParameterShards, sharded_parameter
 from megatron5d.checkpoint.load import WEIGHT_PREFIX
 from megatron5d.checkpoint.new_weights import EMBEDDING, fill_new_weights, new_weight_notes
 from megatron5d.config.derived import blocks
@@ -36,7 +33,7 @@ from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
 _TEXT = "language_model."  # prefix of the language model's names beside a vision tower
-Rectangle = tuple[Index, Index]  # offset and shape in a global tensor
+Rectangle = tuple[Dims, Dims]  # offset and shape in a global tensor
 
 
 def load_hf_weights(
@@ -91,7 +88,7 @@ def load_hf_shards(
         notes = unread_notes(config, stored) + new_weight_notes(config, by_name, source.vocab_size)
         check_names(stored, entries, ignored)
 
-        def read(name: str, offset: Index, shape: Index) -> torch.Tensor:
+        def read(name: str, offset: Dims, shape: Dims) -> torch.Tensor:
             return stored.read(by_name[name].stored_name, offset, shape)
 
         shapes = {name: entry.model_shape for name, entry in by_name.items()}
@@ -161,7 +158,7 @@ def _lazy(entries: list[Entry], stored: Stored, dtype: torch.dtype) -> LazyTenso
     by_offset = {entry.model_offset: entry for entry in entries}
     dtype = entries[0].dtype(dtype)
 
-    def make(offset: Index) -> torch.Tensor:
+    def make(offset: Dims) -> torch.Tensor:
         entry = by_offset[offset]
         shape = entry.stored_shape
         values = stored.read(entry.stored_name, (0,) * len(shape), shape).to(dtype)
@@ -262,11 +259,9 @@ def _layer_names(i: int) -> str:
 
 def config_differences(config: ModelConfig, folder: str | Path) -> list[str]:
     """A log line for every field in which the folder's config.json computes another function."""
-    saved = read_model_config(folder)
-    ignored = {"name", "init_std"} | ({"max_positions"} if config.position == "rope" else set())
+    fields = differing_fields(config, read_model_config(folder))
+    fields.pop("num_mtp_layers", None)  # no config.json says how many are used
     return [
-        f"model.{field}: {getattr(config, field)} here, {getattr(saved, field)} in "
-        f"{Path(folder) / 'config.json'}"
-        for field in model_config_from_hf(folder)
-        if field not in ignored and getattr(config, field) != getattr(saved, field)
+        f"model.{field}: {value} here, {saved} in {Path(folder) / 'config.json'}"
+        for field, (value, saved) in fields.items()
     ]

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron5d.checkpoint.canonical_model import differing_fields
+from megatron5d.checkpoint.hf.families import Fields
 from megatron5d.config.convert import from_dict
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import ModelConfig
 
+_Args = Mapping[str, Any]
 # Arguments that change the function, with the values that our model computes; an argument that is
 # absent is always supported.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -98,7 +100,7 @@ def model_config_from_args(
     raise ValueError(f"the saved arguments compute what this model does not:{lines}")
 
 
-def _fields(saved: Mapping[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _fields(saved: _Args, unsupported: list[str]) -> Fields:
     h, heads = saved["hidden_size"], saved["num_attention_heads"]
     bias = saved.get("add_bias_linear", not saved.get("disable_bias_linear", False))
     norm = saved.get("normalization", "LayerNorm")
@@ -129,11 +131,11 @@ def _fields(saved: Mapping[str, Any], unsupported: list[str]) -> dict[str, Any]:
     }
 
 
-def _position_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _position_fields(saved: _Args) -> Fields:
     rope = saved.get("position_embedding_type", "learned_absolute") == "rope"
     rope = rope or saved.get("use_rotary_position_embeddings", False)
     factor = saved.get("rotary_seq_len_interpolation_factor")
-    scaling: dict[str, Any] = {"type": "linear", "factor": float(factor)} if factor else {}
+    scaling: Fields = {"type": "linear", "factor": float(factor)} if factor else {}
     if saved.get("use_rope_scaling"):  # Llama 3.1, of which only the factor can be set
         scaling = {"type": "llama3", "factor": float(saved.get("rope_scaling_factor", 8.0))}
     return {
@@ -143,7 +145,7 @@ def _position_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _moe_fields(saved: Mapping[str, Any], unsupported: list[str]) -> dict[str, Any]:
+def _moe_fields(saved: _Args, unsupported: list[str]) -> Fields:
     fields = {field: saved.get(name, default) for name, (field, default) in _SAME_VALUE_MOE.items()}
     pattern, num_layers = saved.get("moe_layer_freq", 1), saved["num_layers"]
     if isinstance(pattern, int):

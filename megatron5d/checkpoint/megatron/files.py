@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.layout import Index
+from megatron5d.checkpoint.layout import Dims, slices
 
 
 class _Record:
@@ -110,9 +110,9 @@ def saved_args(state: dict[str, Any], path: Path) -> Namespace:
 class Source:
     """A tensor to be read by rectangle."""
 
-    shape: tuple[int, ...]
+    shape: Dims
     dtype: torch.dtype
-    read: Callable[[Index, Index], Tensor]  # (offset, shape) -> values
+    read: Callable[[Dims, Dims], Tensor]  # (offset, shape) -> values
 
     def element(self, i: int) -> Source:
         """Tensor i of a stack."""
@@ -134,8 +134,8 @@ class Source:
 def in_memory(values: Tensor) -> Source:
     """A tensor in memory, or mapped there from a file."""
 
-    def read(offset: Index, shape: Index) -> Tensor:
-        return values[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
+    def read(offset: Dims, shape: Dims) -> Tensor:
+        return values[slices(offset, shape)]
 
     return Source(tuple(values.shape), values.dtype, read)
 
@@ -143,7 +143,7 @@ def in_memory(values: Tensor) -> Source:
 def concatenated(sources: Sequence[Source], dim: int) -> Source:
     """Tensors joined along one dim."""
 
-    def read(offset: Index, shape: Index) -> Tensor:
+    def read(offset: Dims, shape: Dims) -> Tensor:
         values = [source.read((0,) * len(source.shape), source.shape) for source in sources]
         return in_memory(torch.cat(values, dim)).read(offset, shape)
 

@@ -6,12 +6,17 @@ TransformerEngine's fused modules give it.
 """
 
 import re
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.hf.tensor_table import Entry
+from megatron5d.checkpoint.hf.tensor_table import (
+    Entry,
+    linear_entries,
+    mlp_entries,
+    norm_entries,
+    whole_entry,
+)
 from megatron5d.config.derived import is_moe
 from megatron5d.config.schema import ModelConfig
 
@@ -25,29 +30,20 @@ FUSED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 _QKV = re.compile(r"\.linear_qkv\.(weight|bias)$")
-_Tensor = tuple[str, str, tuple[int, ...]]  # our name, Megatron's, shape
 
 
 def megatron_entries(config: ModelConfig) -> list[Entry]:
     """One entry per tensor of the Megatron model; together they tile every parameter of ours
     exactly."""
-    h = config.hidden_size
-    table: list[_Tensor] = [("embedding.weight", EMBEDDING, (config.vocab_size, h))]
+    h, layer_norm = config.hidden_size, config.norm == "layernorm"
+    entries = [whole_entry("embedding.weight", EMBEDDING, config.vocab_size, h)]
     if config.position == "learned":
         positions = "embedding.position_embeddings.weight"
-        table.append(("position_embedding.weight", positions, (config.max_positions, h)))
-    table += _norm(config, "final_norm", "decoder.final_layernorm.")
+        entries.append(whole_entry("position_embedding.weight", positions, config.max_positions, h))
+    entries += norm_entries("final_norm", "decoder.final_layernorm", h, layer_norm)
     if not config.tie_embeddings:
-        table.append(("head.weight", HEAD, (config.vocab_size, h)))
-    for i in range(config.num_layers):
-        for name, stored_name, shape in _layer(config, is_moe(config, i)):
-            table.append((f"layers.{i}.{name}", f"decoder.layers.{i}.{stored_name}", shape))
-    entries = []
-    for name, stored_name, shape in table:
-        match = re.search(r"\.experts\.(\d+)\.", stored_name)
-        expert, wide = int(match[1]) if match else None, name.endswith("router.bias")
-        entries.append(Entry(name, (0, shape[0]), stored_name, shape, expert=expert, wide=wide))
-    return entries
+        entries.append(whole_entry("head.weight", HEAD, config.vocab_size, h))
+    return entries + [entry for i in range(config.num_layers) for entry in _layer(config, i)]
 
 
 def layer_name(i: int, name: str) -> str:
@@ -56,41 +52,45 @@ def layer_name(i: int, name: str) -> str:
     return f"decoder.layers.{i}.{FUSED.get(norm, '')}{name.removeprefix(norm)}"
 
 
-def _norm(config: ModelConfig, name: str, stored_name: str) -> list[_Tensor]:
-    kinds = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
-    return [(f"{name}.{kind}", f"{stored_name}{kind}", (config.hidden_size,)) for kind in kinds]
-
-
-def _layer(config: ModelConfig, moe: bool) -> Iterator[_Tensor]:
-    """Yields the tensors of a layer, those of experts one expert at a time."""
+def _layer(config: ModelConfig, i: int) -> list[Entry]:
+    """Tensors of a layer, those of experts one expert at a time."""
     h, d, n = config.hidden_size, config.head_dim, config.num_experts
     q, kv = config.num_heads * d, config.num_kv_heads * d
-    yield from _norm(config, "attention.norm", FUSED["input_layernorm."])
-    yield from _norm(config, "mlp.norm", FUSED["pre_mlp_layernorm."])
+    ours, theirs = f"layers.{i}", f"decoder.layers.{i}"
+    entries = []
+    for norm, fused in zip(("attention.norm", "mlp.norm"), FUSED.values()):
+        for kind in ("weight", "bias") if config.norm == "layernorm" else ("weight",):
+            entries.append(whole_entry(f"{ours}.{norm}.{kind}", f"{theirs}.{fused}{kind}", h))
+    attention, stored_attention = f"{ours}.attention", f"{theirs}.self_attention"
     if config.qk_norm:
         for x in "qk":
-            yield f"attention.{x}_norm.weight", f"self_attention.{x}_layernorm.weight", (d,)
-    mlps = [("mlp", "mlp", config.ffn_hidden_size)]
-    if moe:
-        yield "router.weight", "mlp.router.weight", (n, h)
-        if config.router_bias:
-            yield "router.bias", "mlp.router.expert_bias", (n,)
-        mlps = [("experts", f"mlp.experts.{e}", config.expert_hidden_size) for e in range(n)]
-        if config.shared_ffn_hidden_size:
-            mlps.append(("shared_expert", "mlp.shared_experts", config.shared_ffn_hidden_size))
-    linear = [
-        ("attention.qkv", "self_attention.linear_qkv", (q + 2 * kv, h), config.qkv_bias),
-        ("attention.out", "self_attention.linear_proj", (h, q), config.attention_out_bias),
-    ]
-    gate_and_up = 2 if config.activation == "swiglu" else 1
-    for name, stored_name, f in mlps:
-        up, down, bias = (gate_and_up * f, h), (h, f), config.mlp_bias
-        linear.append((f"{name}.up", f"{stored_name}.linear_fc1", up, bias))
-        linear.append((f"{name}.down", f"{stored_name}.linear_fc2", down, bias))
-    for name, stored_name, shape, bias in linear:
-        yield f"{name}.weight", f"{stored_name}.weight", shape
-        if bias:
-            yield f"{name}.bias", f"{stored_name}.bias", shape[:1]
+            entries += norm_entries(f"{attention}.{x}_norm", f"{stored_attention}.{x}_layernorm", d)
+    qkv = [(f"{stored_attention}.linear_qkv", q + 2 * kv)]
+    out = [(f"{stored_attention}.linear_proj", h)]
+    entries += linear_entries(f"{attention}.qkv", h, config.qkv_bias, qkv)
+    entries += linear_entries(f"{attention}.out", q, config.attention_out_bias, out)
+
+    if not is_moe(config, i):
+        return entries + _mlp(config, f"{ours}.mlp", f"{theirs}.mlp", config.ffn_hidden_size)
+    router = f"{theirs}.mlp.router"
+    entries.append(whole_entry(f"{ours}.router.weight", f"{router}.weight", n, h))
+    if config.router_bias:
+        entries.append(whole_entry(f"{ours}.router.bias", f"{router}.expert_bias", n, wide=True))
+    for e in range(n):
+        stored, features = f"{theirs}.mlp.experts.{e}", config.expert_hidden_size
+        entries += _mlp(config, f"{ours}.experts", stored, features, expert=e)
+    if features := config.shared_ffn_hidden_size:
+        stored = f"{theirs}.mlp.shared_experts"
+        entries += _mlp(config, f"{ours}.shared_expert", stored, features)
+    return entries
+
+
+def _mlp(
+    config: ModelConfig, ours: str, theirs: str, features: int, expert: int | None = None
+) -> list[Entry]:
+    names, gated = ("linear_fc1", "linear_fc2"), config.activation == "swiglu"
+    sizes = (config.hidden_size, features)
+    return mlp_entries(ours, theirs, sizes, names, config.mlp_bias, gated, expert=expert)
 
 
 def from_megatron_rows(name: str, values: Tensor, config: ModelConfig) -> Tensor:

@@ -3,6 +3,7 @@ model-parallel rank."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -36,14 +37,13 @@ def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, S
     Raises:
         ValueError: a file is missing or damaged, or the layout is not supported.
     """
-    paths = {
-        match.groups(): path / "model_optim_rng.pt"
+    states = {
+        match.groups(): load_inert(path / "model_optim_rng.pt")
         for path in sorted(folder.iterdir())
         if (match := _RANK.match(path.name))
     }
-    states = {key: load_inert(path) for key, path in paths.items()}
-    first = next(iter(paths))
-    args = saved_args(states[first], paths[first])
+    state = next(iter(states.values()))
+    args = saved_args(state, folder)
     tp, pp, ep = (_parallel_size(args, dim) for dim in ("tensor", "pipeline", "expert"))
     etp = getattr(args, "expert_tensor_parallel_size", None) or tp
     if etp != tp:
@@ -51,23 +51,23 @@ def read_rank_files(folder: Path) -> tuple[Namespace, int, dict[str, dict[str, S
             f"{folder}: expert_tensor_parallel_size = {etp}: only tensor_model_parallel_size = "
             f"{tp} is supported; save it with --ckpt-format torch_dist"
         )
-    if float(states[first].get("checkpoint_version", 0)) < 3:
+    if float(state.get("checkpoint_version", 0)) < 3:
         raise ValueError(
-            f"{paths[first]}: checkpoint_version below 3, of before Megatron-Core, is not supported"
+            f"{folder}: checkpoint_version below 3, of before Megatron-Core, is not supported"
         )
     ranks = {_rank_of(key, pp): state for key, state in states.items()}
-    expected = {(t, p, e) for t in range(tp) for p in range(pp) for e in range(ep)}
-    if missing := sorted(expected - set(ranks)):
+    expected = itertools.product(range(tp), range(pp), range(ep))
+    if missing := [rank for rank in expected if rank not in ranks]:
         raise ValueError(
             f"{folder} has no file of tensor, pipeline and expert rank {missing[0]} "
             f"({len(missing)} missing)"
         )
-    sources: dict[str, Source] = {}
+    sources = dict[str, Source]()
     for e in range(ep):
         shards = [_stage_tensors([ranks[t, p, e] for p in range(pp)], e, args) for t in range(tp)]
         for name in shards[0]:
             sources.setdefault(name, _join_shards(name, [shard[name] for shard in shards], args))
-    return args, int(states[first].get("iteration", 0)), {"": sources}
+    return args, int(state.get("iteration", 0)), {"": sources}
 
 
 def _parallel_size(args: Namespace, dim: str) -> int:

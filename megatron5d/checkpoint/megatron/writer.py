@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.index_writer import IndexWriter
-from megatron5d.checkpoint.layout import Index, LazyTensor, ReadRectangle, ShardedTensor
+from megatron5d.checkpoint.layout import (
+    Dims,
+    LazyTensor,
+    ReadRectangle,
+    ShardedTensors,
+)
 from megatron5d.checkpoint.megatron.names import FUSED, megatron_entries, to_megatron_rows
 from megatron5d.checkpoint.megatron.reader import BACKEND, COMMON, TRACKER
 from megatron5d.checkpoint.tensor_file import Save, write_rank_file
@@ -35,7 +40,7 @@ _EMPTY_STATE = "__0_1.distcp"  # file with the one object that all extra states 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)$")
 _MODULE_NORM = "pre_mlp_layernorm."
 # by index in a stack, of a layer or an expert or both; () where the tensor is not stacked
-_Stack = dict[Index, Entry]
+_Stack = dict[Dims, Entry]
 
 
 class TrainingState(NamedTuple):
@@ -74,7 +79,7 @@ def write_checkpoint(
 
     # tensors
     stacks = _stacks(model)
-    tensors: dict[str, ShardedTensor] = {
+    tensors: ShardedTensors = {
         key: _lazy(stack, model, read, dtype) for key, stack in stacks.items()
     }
     for kind, read_state in (training.read if training else {}).items():
@@ -133,7 +138,7 @@ def _stacks(model: ModelConfig) -> dict[str, _Stack]:
             continue
         layer, expert, name = int(match[1]), match[2], match[3]
         prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
-        index: Index = (layer,) if stacked else ()
+        index: Dims = (layer,) if stacked else ()
         if expert:
             index += (int(expert),)
             stacks[f"{prefix}mlp.experts.experts.{name}"][index] = entry
@@ -150,7 +155,7 @@ def _lazy(stack: _Stack, model: ModelConfig, read: ReadRectangle, dtype: torch.d
     depth, dtype = len(index), first.dtype(dtype)
     ones, zeros = (1,) * depth, (0,) * len(first.stored_shape)
 
-    def make(offset: Index) -> Tensor:
+    def make(offset: Dims) -> Tensor:
         entry = stack[offset[:depth]]
         values = read(entry.name, entry.model_offset, entry.model_shape).to(dtype)
         values = to_megatron_rows(entry.stored_name, values.view(entry.stored_shape), model)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 
 from megatron5d.checkpoint.folder import checkpoint_error, newest_checkpoint, step_folder
-from megatron5d.checkpoint.layout import ShardedTensor
+from megatron5d.checkpoint.layout import ShardedTensor, slices
 from megatron5d.checkpoint.load import SavedWeights, load_tensors
 from megatron5d.checkpoint.reader import Reader
 from megatron5d.checkpoint.save import Saver
@@ -192,7 +192,7 @@ def test_a_part_is_read_by_the_blocks_that_it_lies_in(tmp_path):
     for _ in range(40):
         offset = [random.randrange(size) for size in x.shape]
         shape = [random.randint(1, size - at) for size, at in zip(x.shape, offset)]
-        box = x[tuple(slice(at, at + size) for at, size in zip(offset, shape))]
+        box = x[slices(offset, shape)]
         assert torch.equal(weights.read("x", offset, shape), box)
     found = {"model.x": torch.zeros_like(x)}
     dcp.load(found, checkpoint_id=folder)

@@ -11,6 +11,7 @@ import torch
 from parity_configs import config_of
 from ranks import run_ranks
 
+from megatron5d.checkpoint.layout import slices
 from megatron5d.config.schema import MoeConfig
 from megatron5d.model.gpt import GPT
 from megatron5d.topology.mesh import build_mesh
@@ -60,7 +61,7 @@ def test_every_element_is_written_by_one_rank():
         for rank in ranks:
             for key, shape, offset, extent in rank[number][0]:
                 times = written.setdefault(key, torch.zeros(shape, dtype=torch.int32))
-                times[tuple(slice(at, at + size) for at, size in zip(offset, extent))] += 1
+                times[slices(offset, extent)] += 1
         kinds = {key.split(".")[1] for key in written if key.startswith("optim.")}
         assert kinds == {"exp_avg", "exp_avg_sq"}, (layout, kinds)
         assert any("router.bias" in key for key in written) == ("ep" in layout)

@@ -331,7 +331,7 @@ def test_a_missing_tokenizer_is_reported(sources, tmp_path, capsys):
     import_folder(tmp_path)
     (hf / "tokenizer.json").rename(hf / "elsewhere")
     assert export(tmp_path) == 2
-    message = f"{hf} is no tokenizer, or not there any more; give it by --tokenizer PATH"
+    message = f"{hf} is no tokenizer, or does not exist any more; give it by --tokenizer PATH"
     assert message in capsys.readouterr().err
     assert export(tmp_path, f"--tokenizer {train_words(tmp_path)}") == 2
     assert "; --no-tokenizer writes the rest without one" in capsys.readouterr().err
@@ -425,6 +425,6 @@ def test_an_export_has_the_positions_of_its_training(step, positions):
     """Servers cut at max_position_embeddings; a model that was only imported keeps its own."""
     config = load_config(["model=tiny", "model.max_positions=16", "train.seq_len=64"])
     notes: list[str] = []
-    files = plan_export(config, notes.append, bare=True, trained=step > 0).files
+    files = plan_export(config, notes.append, with_tokenizer=False, trained=step > 0).files
     assert json.loads(files["config.json"])["max_position_embeddings"] == positions
     assert any("model.max_positions = 16" in note for note in notes) == (step > 0)

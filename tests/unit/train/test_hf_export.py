@@ -119,7 +119,7 @@ def test_a_run_writes_folders_that_transformers_reads(tmp_path, corpus, words, l
         (["model=tiny", "model.attention_softcap=5.0"], "attention_softcap"),
         (
             ["model=tiny_mixtral", "moe.balance=[bias]", "moe.bias_rate=0.01"],
-            "biases that moe.balance=bias moves",
+            "moe.balance=bias changes biases of the routers",
         ),
         (["model=tiny", "data.tokenizer={folder}/none.json"], "none.json is no tokenizer"),
     ],
