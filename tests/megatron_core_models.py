@@ -6,8 +6,9 @@ and computes logits.
 JOBS.json is a list of jobs; each has `do` and a `folder`. `write` saves random weights of the
 architecture in `args` (the names of Megatron-LM's arguments) over tp·pp·ep ranks in `format`
 torch_dist or torch. `logits` loads a torch_dist folder into one rank, built from the arguments in
-it, and saves its logits of `tokens` [b, s] to `out` (.npy). A process of its own: Megatron-Core
-expects a GPU, and what stands for it here must not reach other tests.
+it, and saves its logits of `tokens` [b, s] to `out` (.npy). `step` loads a folder with its
+optimizer, steps once, and saves both to `out`. It runs as a separate process, because Megatron-Core
+expects a GPU, and its replacements here must not reach other tests.
 """
 
 # ruff: noqa: E402 - its imports ask for torch.compile
@@ -24,15 +25,15 @@ from argparse import Namespace
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
-sys.path.remove(str(Path(__file__).parent))  # tests/kernels is not the package that is meant
+sys.path.remove(str(Path(__file__).parent))  # tests/kernels would hide the package
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-# not for seconds, in C++
-torch.compile = lambda function=None, **_: function or (lambda each: each)
+# compiling takes seconds
+torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -59,7 +60,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron5d.parity.local_ranks import run_ranks
 
 torch.set_num_threads(1)
-# so Python 3.10 writes args.exit_signal
+# Python 3.10 pickles args.exit_signal in this way
 torch.serialization.add_safe_globals([(signal.SIGTERM, "signal.SIGTERM")])
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.synchronize = lambda *_: None
@@ -71,7 +72,7 @@ moe_utils.te_general_gemm = None
 
 
 class _Generators:
-    """Stands for the generators of the GPU."""
+    """Replaces the generators of the GPU."""
 
     def fork(self, *_):
         return contextlib.nullcontext()
@@ -93,15 +94,15 @@ _results: queue.Queue = queue.Queue()
 
 
 def _write_here(transforms, use_msc, rank, buckets, results):
-    """Megatron-Core's write of its files without the processes that it forks for them."""
-    found, count, written = queue.Queue(), queue.Queue(), {}
+    """Writes files as Megatron-Core does, without forking processes."""
+    finished, count, written = queue.Queue(), queue.Queue(), {}
     for i, bucket in enumerate(buckets):
         count.put(i)
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, i, bucket, found, count, False
+            transforms, i, bucket, finished, count, False
         )
-        place, written[i] = found.get()
-        assert place == i and not isinstance(written[i], Exception), written[i]
+        number, written[i] = finished.get()
+        assert number == i and not isinstance(written[i], Exception), written[i]
     results.put(written)
 
 
@@ -109,40 +110,22 @@ filesystem_async._get_write_results_queue = lambda: _results
 filesystem_async._process_memory = lambda: 0
 filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_here)
 
-_SAME = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "kv_channels",
-        "add_bias_linear",
-    ),
-    *(
-        "add_qkv_bias",
-        "normalization",
-        "qk_layernorm",
-        "rotary_interleaved",
-        "moe_ffn_hidden_size",
-        "moe_layer_freq",
-    ),
-    *(
-        "moe_router_topk",
-        "moe_router_score_function",
-        "moe_router_pre_softmax",
-        "moe_router_topk_scaling_factor",
-    ),
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
-    *("moe_shared_expert_intermediate_size", "moe_token_dispatcher_type"),
-)  # arguments of Megatron-LM that are fields of Megatron-Core's configuration
+# arguments of Megatron-LM that are fields of Megatron-Core's configuration
+_FIELDS = """
+num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels add_bias_linear add_qkv_bias
+normalization qk_layernorm rotary_interleaved moe_ffn_hidden_size moe_layer_freq moe_router_topk
+moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+moe_shared_expert_intermediate_size moe_token_dispatcher_type
+"""
 
 
 def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
     """The GPT model that Megatron-LM builds from its arguments (core_transformer_config_from_args,
     gpt_builder)."""
-    given = vars(args)
+    values = vars(args)
     config = TransformerConfig(
-        **{name: given[name] for name in _SAME if given.get(name) is not None},
+        **{name: values[name] for name in _FIELDS.split() if values.get(name) is not None},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         num_moe_experts=args.num_experts,
         gated_linear_unit=args.swiglu,
@@ -193,20 +176,17 @@ def _start(tp: int, pp: int, ep: int) -> None:
 
 
 def _optimizer(model: GPTModel, keys: str, rank: int, world: int) -> dict:
-    """An optimiser's state as Megatron-Core saves it: masters, halves and squares of the weights,
-    by parameter."""
+    """An optimizer's state as Megatron-Core saves it, by parameter: weights, their halves and
+    squares."""
     parameters, sharded = list(model.parameters()), model.sharded_state_dict()
     if keys == "buckets":
-        key, place = (
-            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg",
-            (0, rank, world),
-        )
-        return {"state": ShardedTensor.from_rank_offsets(key, torch.ones(64), place)}
-    kept = {"fp32_param": lambda w: w, "exp_avg": lambda w: w / 2, "exp_avg_sq": lambda w: w**2}
+        key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg"
+        return {"state": ShardedTensor.from_rank_offsets(key, torch.ones(64), (0, rank, world))}
+    weights = [parameter.detach() for parameter in parameters]
     state = {
         "state": {
-            i: {kind: of(w.detach()).clone() for kind, of in kept.items()}
-            for i, w in enumerate(parameters)
+            i: {"fp32_param": w.clone(), "exp_avg": w / 2, "exp_avg_sq": w**2}
+            for i, w in enumerate(weights)
         },
         "param_groups": [{"params": list(range(len(parameters))), "lr": 1e-3}],
     }
@@ -227,14 +207,14 @@ def write(rank: int, world: int, job: dict) -> None:
     )
     model = _model(args, tp, pp, ep)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        torch.manual_seed(sum(name.encode()))  # what several ranks hold is the same on all of them
+        torch.manual_seed(sum(name.encode()))  # the same on all ranks that share it
         if tensor.dim() == 1 and tensor.is_floating_point():  # norms, biases
             tensor.data.add_(0.3 * torch.randn_like(tensor))
         elif tensor.dim() > 1 and "router" not in name:
             tensor.data.mul_(4)  # so that logits differ
     folder = Path(job["folder"]) / f"iter_{7:07d}"
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
-    if job.get("classes"):  # of Megatron-Core and others, as every checkpoint of Megatron-LM names
+    if job.get("classes"):  # objects that every checkpoint of Megatron-LM pickles
         args.attention_backend, args.model_type = AttnBackend.auto, ModelType.encoder_or_decoder
         args.params_dtype = torch.bfloat16
         args.exit_signal, args.save = signal.SIGTERM, Path("/checkpoints")
@@ -258,9 +238,9 @@ def write(rank: int, world: int, job: dict) -> None:
         names = [f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"]
         names += [f"{parallel_state.get_pipeline_model_parallel_rank():03d}"] if pp > 1 else []
         names += [f"{parallel_state.get_expert_model_parallel_rank():03d}"] if ep > 1 else []
-        own = folder / "_".join(names)
-        own.mkdir(parents=True, exist_ok=True)
-        torch.save({"model": model.state_dict(), **common}, own / "model_optim_rng.pt")
+        rank_folder = folder / "_".join(names)
+        rank_folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"model": model.state_dict(), **common}, rank_folder / "model_optim_rng.pt")
     (Path(job["folder"]) / "latest_checkpointed_iteration.txt").write_text("7")
 
 
@@ -277,86 +257,86 @@ def logits(rank: int, world: int, job: dict) -> None:
     s = tokens.shape[1]
     mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
     with torch.no_grad():
-        found = model(tokens, torch.arange(s).expand_as(tokens), mask)
-    np.save(job["out"], found[..., : args.vocab_size].float().numpy())
+        result = model(tokens, torch.arange(s).expand_as(tokens), mask)
+    np.save(job["out"], result[..., : args.vocab_size].float().numpy())
 
 
-def _distributed_optimizer(model: GPTModel, given: dict):
-    """The model over data-parallel ranks, and the optimiser of all of them, which shards its
-    state."""
+def _distributed_optimizer(model: GPTModel, job: dict):
+    """The model over data-parallel ranks, and its optimizer, which shards its state over them."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True
     )
     wrapped = DistributedDataParallel(model.config, settings, model)
-    tensor, kind_of = torch.tensor, torch.Tensor.type
-    torch.tensor = lambda *values, device=None, **kinds: tensor(*values, **kinds)
+    # tensors are made on the GPU, and must be of its types
+    make_tensor, tensor_type = torch.tensor, torch.Tensor.type
+    torch.tensor = lambda *values, device=None, **options: make_tensor(*values, **options)
     torch.Tensor.type = lambda self, *to: (
-        kind_of(self, *to) if to else kind_of(self).replace("torch.", "torch.cuda.")
+        tensor_type(self, *to) if to else tensor_type(self).replace("torch.", "torch.cuda.")
     )
     config = OptimizerConfig(
         optimizer="adam",
-        lr=given["lr"],
-        weight_decay=given["weight_decay"],
+        lr=job["lr"],
+        weight_decay=job["weight_decay"],
         clip_grad=0.0,
         use_distributed_optimizer=True,
         bf16=False,
     )
     optimizer = get_megatron_optimizer(config, [wrapped])
-    for part in optimizer.chained_optimizers:
+    for chained in optimizer.chained_optimizers:
         # torch's Adam has no state before its first step
-        part._init_optimizer_states_with_dummy_values()
+        chained._init_optimizer_states_with_dummy_values()
     return wrapped, optimizer
 
 
 def step(rank: int, world: int, job: dict) -> None:
-    """Loads a model and its distributed optimiser, makes a step in which a tenth of each weight is
-    its gradient, and saves both."""
+    """Loads a model and its distributed optimizer, steps with a tenth of each weight as its
+    gradient, and saves both."""
     _start(job["tp"], 1, job["ep"])
     source = Path(job["folder"])
     source /= f"iter_{int((source / 'latest_checkpointed_iteration.txt').read_text()):07d}"
     common = dist_checkpointing.load_common_state_dict(str(source))
-    args, kind = common["args"], common["content_metadata"]
+    args, metadata = common["args"], common["content_metadata"]
     model = _model(args, job["tp"], 1, job["ep"])
     wrapped, optimizer = _distributed_optimizer(model, job)
 
     def state(loading: bool) -> dict:
-        shards = model.sharded_state_dict(metadata=kind)
+        shards = model.sharded_state_dict(metadata=metadata)
         return {
             "model": shards,
-            "optimizer": optimizer.sharded_state_dict(shards, loading, metadata=kind),
+            "optimizer": optimizer.sharded_state_dict(shards, loading, metadata=metadata),
         }
 
-    take = DistributedOptimizer._set_main_param_and_optimizer_states
-    counted = torch.tensor(float(common["optimizer"]["optimizer"]["param_groups"][0]["step"]))
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    num_steps = torch.tensor(float(common["optimizer"]["optimizer"]["param_groups"][0]["step"]))
     with patch.object(
         DistributedOptimizer,
         "_set_main_param_and_optimizer_states",
-        lambda self, to, values: take(self, to, {"step": counted, **values}),
+        lambda self, to, values: set_states(self, to, {"step": num_steps, **values}),
     ):
         # torch's Adam counts steps by parameter, Apex's and TransformerEngine's, which Megatron-LM
         # expects, by group
         loaded = dist_checkpointing.load(state(True), str(source))
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
-    for part in optimizer.chained_optimizers:
-        # with torch's Adam 0.16.1 loads one counter for all of them
-        for kept in part.optimizer.state.values():
-            kept["step"] = kept["step"].clone()
+    for chained in optimizer.chained_optimizers:
+        # with torch's Adam, Megatron-Core 0.16.1 loads one counter for all parameters
+        for parameter_state in chained.optimizer.state.values():
+            parameter_state["step"] = parameter_state["step"].clone()
     for parameter in model.parameters():
         parameter.main_grad.copy_(parameter.detach() / 10)
-    # without the norm, which asks for a GPU
+    # not optimizer.step, whose gradient norm needs a GPU
     assert not optimizer.prepare_grads() and optimizer.step_with_ready_grads()
     folder = Path(job["out"]) / f"iter_{common['iteration'] + 1:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    kept = {
+    saved = {
         "args": args,
         "iteration": common["iteration"] + 1,
-        "content_metadata": kind,
+        "content_metadata": metadata,
         "checkpoint_version": 3.0,
     }
-    dist_checkpointing.save(kept | state(False), str(folder))
-    (Path(job["out"]) / "latest_checkpointed_iteration.txt").write_text(str(kept["iteration"]))
+    dist_checkpointing.save(saved | state(False), str(folder))
+    (Path(job["out"]) / "latest_checkpointed_iteration.txt").write_text(str(saved["iteration"]))
 
 
 if __name__ == "__main__":
