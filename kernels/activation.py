@@ -63,9 +63,9 @@ def swiglu_with_derivatives(gate, up):
 
 
 @jit
-def _normal_distribution(z, TANH: tl.constexpr):
+def _normal_distribution(z, KIND: tl.constexpr):
     """Computes Phi(z) and phi(z) of GELU, or their approximations by tanh."""
-    if TANH:
+    if KIND != "gelu":
         u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
         t = 2.0 * tl.sigmoid(2.0 * u) - 1.0
         cdf = 0.5 * (1.0 + t)
@@ -77,17 +77,17 @@ def _normal_distribution(z, TANH: tl.constexpr):
 
 
 @jit
-def _gated_with_derivatives(gate, up, TANH: tl.constexpr, CLAMPED: tl.constexpr):
+def _gated_with_derivatives(gate, up, KIND: tl.constexpr):
     """Computes a gated activation and its derivatives with respect to gate and up."""
-    if CLAMPED:
+    if KIND == "swiglu_clamped":
         g = tl.minimum(gate, 7.0)
         u = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
         s = tl.sigmoid(1.702 * g)
         y = g * s * u
         dgate = tl.where(gate <= 7.0, u * s * (1.0 + 1.702 * g * (1.0 - s)), 0.0)
         dup = tl.where((up >= -7.0) & (up <= 7.0), g * s, 0.0)
-    elif TANH:
-        cdf, pdf = _normal_distribution(gate, True)
+    elif KIND == "geglu_tanh":
+        cdf, pdf = _normal_distribution(gate, KIND)
         y = gate * cdf * up
         dgate = up * (cdf + gate * pdf)
         dup = gate * cdf
@@ -103,9 +103,8 @@ def _activation_kernel(
     y_ptr,
     width,
     stride,
+    KIND: tl.constexpr,
     GATED: tl.constexpr,
-    TANH: tl.constexpr,
-    CLAMPED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -116,9 +115,9 @@ def _activation_kernel(
     z = load_float32(x_ptr + row * stride + column, mask)
     if GATED:
         up = load_float32(x_ptr + row * stride + width + column, mask)
-        y, _, _ = _gated_with_derivatives(z, up, TANH, CLAMPED)
+        y, _, _ = _gated_with_derivatives(z, up, KIND)
     else:
-        cdf, _ = _normal_distribution(z, TANH)
+        cdf, _ = _normal_distribution(z, KIND)
         y = z * cdf
     if WEIGHTED:
         y *= tl.load(weights_ptr + row).to(tl.float32)
@@ -133,20 +132,19 @@ def _block_gradient(
     column,
     width,
     mask,
+    KIND: tl.constexpr,
     GATED: tl.constexpr,
-    TANH: tl.constexpr,
-    CLAMPED: tl.constexpr,
 ):
     """Stores the gradient of a block, possibly over the block itself, and returns its
     activation."""
     z = load_float32(x_ptr + column, mask)
     if GATED:
         up = load_float32(x_ptr + width + column, mask)
-        y, dgate, dup = _gated_with_derivatives(z, up, TANH, CLAMPED)
+        y, dgate, dup = _gated_with_derivatives(z, up, KIND)
         tl.store(dx_ptr + column, dy * dgate, mask)
         tl.store(dx_ptr + width + column, dy * dup, mask)
     else:
-        cdf, pdf = _normal_distribution(z, TANH)
+        cdf, pdf = _normal_distribution(z, KIND)
         y = z * cdf
         tl.store(dx_ptr + column, dy * (cdf + z * pdf), mask)
     return y
@@ -160,9 +158,8 @@ def _activation_backward_kernel(
     width,
     dy_stride,
     stride,
+    KIND: tl.constexpr,
     GATED: tl.constexpr,
-    TANH: tl.constexpr,
-    CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Processes one block of a row."""
@@ -172,7 +169,7 @@ def _activation_backward_kernel(
     dy = load_float32(dy_ptr + row * dy_stride + column, mask)
     # The gradient is contiguous; x may be strided.
     dx_ptr += row * (width * (1 + GATED))
-    _block_gradient(dy, x_ptr + row * stride, dx_ptr, column, width, mask, GATED, TANH, CLAMPED)
+    _block_gradient(dy, x_ptr + row * stride, dx_ptr, column, width, mask, KIND, GATED)
 
 
 @jit
@@ -185,9 +182,8 @@ def _weighted_backward_kernel(
     width,
     dy_stride,
     stride,
+    KIND: tl.constexpr,
     GATED: tl.constexpr,
-    TANH: tl.constexpr,
-    CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Processes a whole row, block by block, because the gradient of its weight sums over it."""
@@ -200,15 +196,14 @@ def _weighted_backward_kernel(
         mask = column < width
         dy = load_float32(dy_ptr + row * dy_stride + column, mask)
         y = _block_gradient(
-            dy * weight, x_ptr + row * stride, dx_ptr, column, width, mask, GATED, TANH, CLAMPED
+            dy * weight, x_ptr + row * stride, dx_ptr, column, width, mask, KIND, GATED
         )
         dw += dy * y
     tl.store(dw_ptr + row, tl.sum(dw, 0))
 
 
-def _launch_config(kind: str, device: torch.device) -> dict[str, int]:
-    flags = {"GATED": kind in GATED, "TANH": kind.endswith("tanh")}
-    return {**flags, "CLAMPED": kind == "swiglu_clamped", **tuning.select("swiglu", device)}
+def _launch_config(kind: str, device: torch.device) -> dict:
+    return {"KIND": kind, "GATED": kind in GATED, **tuning.select("swiglu", device)}
 
 
 class _Activation(FirstOrderFunction):
