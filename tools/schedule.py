@@ -1,4 +1,4 @@
-"""Show, simulate, compare, search and verify pipeline schedules, on one CPU and without a model.
+"""Shows, simulates, compares, searches and verifies pipeline schedules, on a CPU without a model.
 
     python tools/schedule.py show --schedule zb_v --pp 4 --microbatches 8 --svg zb_v.svg --trace \\
         zb_v.json
@@ -9,10 +9,11 @@
         1.25 --seconds 10
     python tools/schedule.py verify mine.csv --pp 4 --microbatches 8 --memory 1.25
 
-Times are in any one unit, per micro-batch and rank (1/pp of the model); they divide over the chunks
-of a rank. Activations are in micro-batches of one rank's layers. A refused schedule or bad input
-ends with exit code 2.
+Times are per micro-batch and rank (1/pp of the model), in any one unit; the chunks of a rank share
+them. Activations are in micro-batches of one rank's layers. Exit code 2: invalid schedule or input.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -20,9 +21,9 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if not __package__:  # a script of a checkout
+if not __package__:  # run as a script from a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import print_anywhere
@@ -38,9 +39,11 @@ from megatron5d.planning.schedule_search.named_schedules import PAIRS, PLACEMENT
 from megatron5d.planning.schedule_search.stage_costs import LayerCosts
 from megatron5d.tools.plots.schedule import chrome_trace, draw_png, draw_svg, draw_text
 
-SEARCH_S = 10.0
-"""Time limit of a search where the options set none."""
+if TYPE_CHECKING:
+    from megatron5d.planning.schedule_search.search import SearchResult
 
+SEARCH_S = 10.0
+"""Default time limit of a search."""
 
 OPTIONS = {
     "parallel.pp": "--pp",
@@ -50,11 +53,11 @@ OPTIONS = {
     "num_microbatches": "--microbatches",
     "stage_scale": "--stage-scale",
 }
-"""Of this tool, by the words that messages of schedules have for them."""
+"""Name in messages of schedules -> option of this tool."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit code."""
+    """Runs one subcommand; the result is the exit code."""
     options = parse(arguments)
     return exit_code("schedule.py: error", lambda: run(options))
 
@@ -72,18 +75,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a subcommand; refuses options that are no amount of anything, and schedules in the words
-    of OPTIONS."""
+    """Runs a subcommand.
+
+    Raises:
+        ValueError: a number is out of range, or the schedule is invalid; names options of this tool.
+    """
     for name in ("pp", "microbatches", "memory", "seconds", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
         if amount is not None and not amount > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {amount:g} is not above 0")
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0 (got {amount:g})")
     for name in ("activation_bytes", "embedding", "head", "dense", "evaluations", "seed"):
         amount = getattr(options, name, None)
         if amount is not None and not 0 <= amount < math.inf:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {amount:g} is no finite number of at least 0"
-            )
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} must be finite and at least 0 (got {amount:g})")
     try:
         return options.run(options)
     except ValueError as error:
@@ -133,7 +138,10 @@ def _add_compare(commands: Any) -> None:
     _add_sizes(parser)
     _add_costs(parser)
     parser.add_argument(
-        "--memory", type=float, metavar="X", help="only those that fit X·pp activations per rank"
+        "--memory",
+        type=float,
+        metavar="X",
+        help="only schedules with at most X·pp activations per rank",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(run=_compare)
@@ -157,7 +165,7 @@ def _add_search(commands: Any) -> None:
         "--seconds", type=float, help=f"time limit (default {SEARCH_S:g}; with --evaluations none)"
     )
     parser.add_argument(
-        "--evaluations", type=int, metavar="N", help="end after N list schedules; repeats exactly"
+        "--evaluations", type=int, metavar="N", help="stop after N list schedules; reproducible"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random moves")
     parser.add_argument(
@@ -172,7 +180,10 @@ def _add_search(commands: Any) -> None:
         help="which actions may overlap; empty for none",
     )
     parser.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="keep the result there, and take it from there"
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="read the result from this folder, or store it there",
     )
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the Program in PyTorch's CSV format"
@@ -186,12 +197,12 @@ def _add_verify(commands: Any) -> None:
         "verify", help="prove that a CSV file is complete, ordered and free of deadlock"
     )
     parser.add_argument(
-        "file", type=Path, help="one row a rank, cells such as 2F0 or (0F1;7B0)OVERLAP_F_B"
+        "file", type=Path, help="one row per rank, cells such as 2F0 or (0F1;7B0)OVERLAP_F_B"
     )
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
     parser.add_argument(
-        "--memory", type=float, metavar="X", help="refuse more than X·pp activations on a rank"
+        "--memory", type=float, metavar="X", help="reject more than X·pp activations on a rank"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_verify)
@@ -199,7 +210,7 @@ def _add_verify(commands: Any) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of one step")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
@@ -211,31 +222,31 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="each stage's time relative to an even split, such as 0.3,1,1,1.5",
     )
-    whole = parser.add_argument_group(
-        "whole layers", "dealt to stages; sizes of ends in layers of one rank, N/pp"
+    layers = parser.add_argument_group(
+        "whole layers", "assigned to stages; --embedding, --head and --dense in layers"
     )
-    whole.add_argument(
-        "--layers", type=int, metavar="N", help="of the model (default: stages share it evenly)"
+    layers.add_argument(
+        "--layers", type=int, metavar="N", help="of the model (default: an even split)"
     )
-    whole.add_argument(
+    layers.add_argument(
         "--embedding",
         type=float,
         default=0.0,
         metavar="X",
-        help="compute of the first stage besides",
+        help="additional compute of the first stage",
     )
-    whole.add_argument(
-        "--head", type=float, default=0.0, metavar="X", help="compute of the last stage besides"
+    layers.add_argument(
+        "--head", type=float, default=0.0, metavar="X", help="additional compute of the last stage"
     )
-    whole.add_argument(
+    layers.add_argument(
         "--dense",
         type=float,
         default=0.0,
         metavar="X",
-        help="layers at the bottom without all-to-all",
+        help="first layers, without all-to-all",
     )
-    whole.add_argument(
-        "--balance", choices=BALANCES, help="what is evened (default: stages; search tries all)"
+    layers.add_argument(
+        "--balance", choices=BALANCES, help="what to balance (default: stages; search tries all)"
     )
 
 
@@ -248,29 +259,32 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
-    """Returns the costs for every way to deal the layers to stages that the options leave open."""
+    """Costs under each way of assigning layers to stages that the options allow."""
     ends = {name: getattr(options, name) for name in ("embedding", "head", "dense")}
     if options.layers is None:
-        given = [f"--{name}" for name in (*ends, "balance") if getattr(options, name)]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)}: of layers that are dealt to stages; say how many with --layers"
-            )
+        unused = [f"--{name}" for name in (*ends, "balance") if getattr(options, name)]
+        if unused:
+            raise ValueError(f"{', '.join(unused)} requires --layers, the number to assign")
         return [_costs(options)]
     if options.stage_scale:
-        raise ValueError("--stage-scale and --layers both say what stages hold; leave one out")
-    ways = [options.balance] if options.balance else BALANCES
+        raise ValueError("--stage-scale and --layers both set the work of stages; leave one out")
+    balances = [options.balance] if options.balance else BALANCES
     return [
-        LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in ways
+        LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in balances
     ]
 
 
 def _stage_costs(
     options: argparse.Namespace, program: Program
 ) -> tuple[StageCosts, list[int] | None]:
-    """Returns the costs of the stages of a Program and, where whole layers are dealt to them, how
-    many each has."""
-    model, placement = _cost_models(options)[0], program.placement
+    """Costs of the stages of a Program, and their numbers of layers if whole layers are assigned."""
+    return _costs_and_layout(_cost_models(options)[0], program)
+
+
+def _costs_and_layout(
+    model: Costs | LayerCosts, program: Program
+) -> tuple[StageCosts, list[int] | None]:
+    placement = program.placement
     return model.of(placement), model.layout(placement) if isinstance(model, LayerCosts) else None
 
 
@@ -278,10 +292,10 @@ def _costs(options: argparse.Namespace) -> Costs:
     scale = None
     if options.stage_scale:
         try:
-            scale = [float(part) for part in options.stage_scale.split(",")]
+            scale = [float(factor) for factor in options.stage_scale.split(",")]
         except ValueError:
             raise ValueError(
-                f"--stage-scale {options.stage_scale!r} is no list of numbers such as 0.3,1,1,1.5"
+                f"--stage-scale must be numbers such as 0.3,1,1,1.5 (got {options.stage_scale!r})"
             ) from None
     return parse_costs(options.costs, scale)
 
@@ -297,7 +311,7 @@ def _program(options: argparse.Namespace) -> Program:
 def _figures(
     program: Program, costs: StageCosts, result: Simulation, layout: list[int] | None = None
 ) -> dict[str, Any]:
-    """Returns what a program that reads our output wants to know, in the units of the costs."""
+    """Results as a JSON object, in the units of the costs."""
     memory = float(result.peak_activations.max())
     return {
         "schedule": program.name,
@@ -328,23 +342,24 @@ def _show(options: argparse.Namespace) -> int:
     result = simulate(program, _stage_costs(options, program)[0])
     if not result.makespan:
         raise ValueError(
-            "no action takes any time, so there is nothing to draw; set F, I or W of --costs above 0"
+            "a drawing requires F, I or W of --costs above 0 (got 0: no action takes time)"
         )
-    write: dict[str, Callable[[Path], object]] = {
+    writers: dict[str, Callable[[Path], object]] = {
         "svg": lambda path: path.write_text(draw_svg(program, result)),
         "png": lambda path: draw_png(program, result, path),
         "trace": lambda path: path.write_text(json.dumps(chrome_trace(program, result))),
         "csv": lambda path: path.write_text(write_program(program)),
     }
-    written = {kind: path for kind in write if (path := getattr(options, kind))}
-    for kind, path in written.items():
+    files = {kind: path for kind in writers if (path := getattr(options, kind))}
+    for kind, path in files.items():
         with names_option(f"--{kind} {path}", "written"):
-            write[kind](path)
-    if written:
-        print("wrote " + ", ".join(map(str, written.values())))
+            writers[kind](path)
+    if files:
+        print("wrote " + ", ".join(map(str, files.values())))
     else:
         lengths = result.end - result.start
-        shortest = float(lengths[lengths > 0].min())  # of a stage without layers nothing is drawn
+        # Actions of a stage without layers take no time and are not drawn.
+        shortest = float(lengths[lengths > 0].min())
         width = options.width or min(400, max(60, round(3 * result.makespan / shortest)))
         print(draw_text(program, result, width, colored=sys.stdout.isatty()))
     return 0
@@ -369,12 +384,12 @@ def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(figures))
         return
     for key, value in figures.items():
-        shown = ", ".join(f"{item:g}" for item in value) if isinstance(value, list) else value
-        print(f"{key:>19}  {shown}")
+        text = ", ".join(f"{item:g}" for item in value) if isinstance(value, list) else value
+        print(f"{key:>19}  {text}")
 
 
 def _compare(options: argparse.Namespace) -> int:
-    rows, refused = [], []
+    rows, impossible = [], []
     for name in schedule_names():
         for chunks in (2, 4) if find_schedule(name).any_chunks else (None,):
             label = name if chunks is None else f"{name} v={chunks}"
@@ -383,7 +398,7 @@ def _compare(options: argparse.Namespace) -> int:
                 costs, layout = _stage_costs(options, program)
                 result = simulate(program, costs)
             except ValueError as error:
-                refused.append(in_options(f"{label}: {error}", OPTIONS))
+                impossible.append(in_options(f"{label}: {error}", OPTIONS))
                 continue
             rows.append({**_figures(program, costs, result, layout), "schedule": label})
     if options.memory is not None:
@@ -393,80 +408,94 @@ def _compare(options: argparse.Namespace) -> int:
         print(json.dumps(rows))
         return 0
     print(
-        f"{'schedule':<24} {'makespan':>10} {'overhead':>10} {'bubble':>8} {'bound':>8} {'memory':>8} {'copies':>6}"
+        f"{'schedule':<24} {'makespan':>10} {'overhead':>10} {'bubble':>8} {'bound':>8} "
+        f"{'memory':>8} {'copies':>6}"
     )
     for row in rows:
         print(
-            f"{row['schedule']:<24} {row['makespan']:>10.2f} {row['overhead']:>10.3f} {100 * row['bubble']:>6.1f} % "
-            f"{row['lower_bound']:>8.2f} {max(row['peak_activations']):>8.2f} {row['copies']:>6}"
+            f"{row['schedule']:<24} {row['makespan']:>10.2f} {row['overhead']:>10.3f} "
+            f"{100 * row['bubble']:>6.1f} % {row['lower_bound']:>8.2f} "
+            f"{max(row['peak_activations']):>8.2f} {row['copies']:>6}"
         )
-    for line in refused:
+    for line in impossible:
         print(f"not possible: {line}")
     return 0
 
 
-def _within(rows: list[dict[str, Any]], most: float) -> list[dict[str, Any]]:
-    """Returns the schedules that hold at most `most` activations. Raises ValueError: there are
-    some, but none fits."""
-    fit = [row for row in rows if max(row["peak_activations"]) <= most + 1e-9]
-    if rows and not fit:
+def _within(rows: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
+    """Schedules with at most `limit` activations.
+
+    Raises:
+        ValueError: none of them fits.
+    """
+    fitting = [row for row in rows if max(row["peak_activations"]) <= limit + 1e-9]
+    if rows and not fitting:
         least = min(rows, key=lambda row: max(row["peak_activations"]))
         needed = max(least["peak_activations"]) / least["pp"]
         raise ValueError(
-            f"no schedule holds at most {most:g} micro-batches of one rank's layers; {least['schedule']} needs the "
-            f"least, --memory {math.ceil(needed * 1000) / 1000:g}"
+            f"no schedule holds at most {limit:g} micro-batches of one rank's layers; "
+            f"{least['schedule']} needs the least, --memory {math.ceil(needed * 1000) / 1000:g}"
         )
-    return fit
+    return fitting
 
 
 def _search(options: argparse.Namespace) -> int:
-    # numba takes a second to import, for which no other subcommand should wait
+    # Imported here because numba takes a second, which the other subcommands need not wait for.
     from megatron5d.planning.schedule_search.search import IS_COMPILED, search_program
 
-    pairs = [pair for pair in options.pairs.split(",") if pair]
-    unknown = [pair for pair in pairs if pair not in PAIRS]
-    if unknown:
-        raise ValueError(f"--pairs: {unknown[0]!r} is none of {', '.join(PAIRS)}")
+    pairs = _overlapped_pairs(options)
     if not IS_COMPILED:
         print(
-            "schedule.py: without numba a schedule is tried a hundred times slower: pip install 'megatron5d[search]'",
+            "schedule.py: without numba the search is a hundred times slower: "
+            "pip install 'megatron5d[search]'",
             file=sys.stderr,
         )
+    seconds = options.seconds
+    if seconds is None and options.evaluations is None:
+        seconds = SEARCH_S
     models = _cost_models(options)
-    found = search_program(
+    result = search_program(
         options.pp,
         options.microbatches,
         models,
         memory=options.memory * options.pp,
         copies=options.copies,
-        seconds=SEARCH_S
-        if options.seconds is None and options.evaluations is None
-        else options.seconds,
+        seconds=seconds,
         evaluations=options.evaluations,
         seed=options.seed,
         placements=options.placements.split(",") if options.placements else None,
         pairs=pairs,
         cache=options.cache,
     )
-    chosen = models[found.split]
-    costs = chosen.of(found.program.placement)
-    layout = chosen.layout(found.program.placement) if isinstance(chosen, LayerCosts) else None
-    figures = _figures(found.program, costs, found.simulation, layout) | {
-        "placement": found.placement,
-        "lower_bound": round(found.lower_bound, 9),
-        "best_named": found.named[0] if found.named else None,
-        "best_named_makespan": round(found.named[1], 9) if found.named else None,
-        "evaluations": found.evaluations,
-        "elapsed_s": round(found.elapsed_s, 3),
-        "compiled": IS_COMPILED,
-    }
-    if isinstance(chosen, LayerCosts):
-        figures["balance"] = chosen.balance
+    model = models[result.split]
+    figures = _search_figures(result, model) | {"compiled": IS_COMPILED}
+    if isinstance(model, LayerCosts):
+        figures["balance"] = model.balance
     if options.csv:
         with names_option(f"--csv {options.csv}", "written"):
-            options.csv.write_text(write_program(found.program))
+            options.csv.write_text(write_program(result.program))
     _print_figures(figures, options.json)
     return 0
+
+
+def _overlapped_pairs(options: argparse.Namespace) -> list[str]:
+    pairs = [pair for pair in options.pairs.split(",") if pair]
+    unknown = [pair for pair in pairs if pair not in PAIRS]
+    if unknown:
+        raise ValueError(f"--pairs must be among {', '.join(PAIRS)} (got {unknown[0]!r})")
+    return pairs
+
+
+def _search_figures(result: SearchResult, model: Costs | LayerCosts) -> dict[str, Any]:
+    costs, layout = _costs_and_layout(model, result.program)
+    return _figures(result.program, costs, result.simulation, layout) | {
+        "placement": result.placement,
+        "lower_bound": round(result.lower_bound, 9),
+        "best_named": result.named[0] if result.named else None,
+        "best_named_makespan": round(result.named[1], 9) if result.named else None,
+        "evaluations": result.evaluations,
+        "elapsed_s": round(result.elapsed_s, 3),
+    }
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -487,8 +516,8 @@ def _verify(options: argparse.Namespace) -> int:
         return 0
     print(
         f"{options.file}: correct; {program.num_stages} stages on {program.num_ranks} ranks, "
-        f"{program.num_microbatches} micro-batches, placement {placement_name(program.placement)}, peak activations "
-        f"{peaks.peak_activations.max():g}"
+        f"{program.num_microbatches} micro-batches, placement {placement_name(program.placement)}, "
+        f"peak activations {peaks.peak_activations.max():g}"
     )
     return 0
 

@@ -1,11 +1,11 @@
-"""The pipeline's step slot by slot, as the simulator times it, under the run's schedule and the
-other named ones."""
+"""Simulated steps of a pipeline, slot by slot, under the schedule of the run and all named ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,9 @@ from megatron5d.planning.time.predict import Estimator
 from megatron5d.planning.time.workload import Workloads
 from megatron5d.train.pipeline_layout import micro_batch_counts
 
-MOST_SLOTS = 40_000  # of all timelines of a page together: it stays below 2 MB
-MOST_MOMENTS = 6_000  # of memory over time, of all pipeline ranks together
-STAYING = (
+MAX_SLOTS = 40_000  # of all timelines of a page, to keep it below 2 MB
+MAX_MOMENTS = 6_000  # of memory over time, of all pipeline ranks together
+PERSISTENT = (
     "weights",
     "gradients",
     "optimizer",
@@ -39,44 +39,46 @@ STAYING = (
     "symmetric",
     "outside",
 )
-PASSING = ("activations", "stash", "messages", "units", "workspace")
-TICKS = 100_000  # a makespan; times of slots are integers
+TEMPORARY = ("activations", "stash", "messages", "units", "workspace")
+TICKS = 100_000  # per makespan, so that times of slots are integers
 
 
 def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list[dict[str, Any]]:
-    """Returns the timelines of a run's schedule and of every named schedule that its layout admits.
+    """Timelines of the run's schedule and of every named schedule that its layout allows.
 
     Args:
-        cluster: device and network. Where no time is predicted (None, fp32) a forward of one stage
+        config: of the run.
+        world: number of ranks.
+        cluster: device and network. If no time is predicted (None, fp32), the forward of a stage
             takes one unit.
 
     Returns:
-        One entry a schedule, the run's own first: `name`, `bubble` and `makespan` of the pipeline,
-        `idle` by rank, `num_microbatches`, and, as long as the page has room, `slots` (`slots_of`)
-        and `held_bytes` by rank.
+        One entry per schedule, the run's own first: `name`, `bubble` and `makespan` of the
+        pipeline, `idle` by rank, `num_microbatches`, and, up to MAX_SLOTS in all, `slots`
+        (`slots_of`) and `held_bytes` by rank.
     """
     if config.parallel.pp == 1:
         return []
-    timed = Timed(config, world, cluster)
+    simulator = StepSimulator(config, world, cluster)
     records: list[dict[str, Any]] = []
-    room = MOST_SLOTS
+    slots_left = MAX_SLOTS
     for name in dict.fromkeys([config.pipeline.schedule, *schedule_names()]):
         other = replace(config, pipeline=replace(config.pipeline, schedule=name))
         if records and run_checks(other, world, files=False):
             continue
         try:
-            program, costs, found = timed.step(other)
-        except ValueError:  # a schedule that does not admit the layout; the run's own does
+            program, costs, simulation = simulator.step(other)
+        except ValueError:  # the schedule does not allow the layout
             continue
-        records.append(_record(name, program, found, timed.in_seconds))
+        records.append(_record(name, program, simulation, simulator.in_seconds))
         count = len(program.table.slot_start) - 1
-        if count <= room:
-            room -= count
-            held = activations_by_slot(program, costs)
+        if count <= slots_left:
+            slots_left -= count
+            activations = activations_by_slot(program, costs).astype(int)
             edges = program.table.rank_start.tolist()
             records[-1] |= {
-                "slots": slots_of(program, found),
-                "held_bytes": [held[a:b].astype(int).tolist() for a, b in zip(edges, edges[1:])],
+                "slots": slots_of(program, simulation),
+                "held_bytes": [activations[a:b].tolist() for a, b in pairwise(edges)],
             }
     return records
 
@@ -86,63 +88,68 @@ def memory_over_time(
     world: int,
     cluster: Cluster | None,
     ranks: Mapping[int, RankMemory],
-    walked: list[list[Moment]],
+    moments: list[list[Moment]],
 ) -> dict[str, Any]:
-    """Returns what every pipeline rank needs over a step, as the forecast walks through it, in the
-    simulator's time.
+    """Memory of every pipeline rank over a step: bytes from the forecast, times from the simulator.
 
     Args:
         config, world, cluster: as in `pipeline_record`.
-        ranks, walked: of the forecast, and its moments.
+        ranks, moments: of the forecast.
 
     Returns:
-        `in_seconds`, `makespan`, and `ranks`: of each `staying` (kind -> bytes all the time),
-        `end_of_step` (temporary bytes after the passes), `start` and `end` of its spans in ticks,
-        and `passing`: kind -> bytes at the worst moment of each span. A span is a slot, or what is
-        held from its end until the next; many are merged where the page has no room.
+        `in_seconds`, `makespan`, and `ranks`, with for each rank `staying` (kind -> bytes during
+        the whole step), `end_of_step` (temporary bytes after the passes), `start` and `end` of its
+        spans in ticks, and `passing`: kind -> bytes at the peak of each span. A span is a slot, or
+        the time from its end until the next one; above MAX_MOMENTS, neighboring spans are merged.
     """
-    timed = Timed(config, world, cluster)
-    program, _, found = timed.step(config)
-    edges = program.table.rank_start.tolist()
-    scale = TICKS / found.makespan if found.makespan else 0.0
-    size = -(-2 * len(found.start) // MOST_MOMENTS)
-    records = []
-    for rank, moments, first, stop in zip(ranks.values(), walked, edges, edges[1:]):
-        bounds = (
-            np.rint(scale * np.stack([found.start[first:stop], found.end[first:stop]], 1))
-            .astype(int)
-            .ravel()
+    simulator = StepSimulator(config, world, cluster)
+    program, _, simulation = simulator.step(config)
+    times = _in_ticks(simulation)
+    size = -(-2 * len(times) // MAX_MOMENTS)
+    records = [
+        _rank_record(rank, rank_moments, times[first:stop].ravel().tolist(), size)
+        for rank, rank_moments, (first, stop) in zip(
+            ranks.values(), moments, pairwise(program.table.rank_start.tolist())
         )
-        bounds = np.append(bounds, TICKS).tolist()
-        groups = [moments[place : place + size] for place in range(0, len(moments), size)]
-        worst = [
-            _by_kind(max(group, key=lambda moment: moment.total).by_kind()) for group in groups
-        ]
-        records.append(
-            {
-                "staying": {kind: value for kind in STAYING if (value := getattr(rank, kind))},
-                "end_of_step": rank.end_of_step,
-                "start": bounds[:-1:size],
-                "end": [*bounds[size:-1:size], TICKS],
-                "passing": {
-                    kind: values
-                    for kind in PASSING
-                    if any(values := [each[kind] for each in worst])
-                },
-            }
-        )
-    return {"in_seconds": timed.in_seconds, "makespan": found.makespan, "ranks": records}
+    ]
+    return {
+        "in_seconds": simulator.in_seconds,
+        "makespan": simulation.makespan,
+        "ranks": records,
+    }
 
 
-def _by_kind(moment: Peak) -> dict[str, int]:
-    return vars(moment) | {"activations": sum(moment.activations.values())}
+def _in_ticks(simulation: Simulation) -> np.ndarray:
+    """Start and end of every slot in ticks: integers [slots, 2]."""
+    scale = TICKS / simulation.makespan if simulation.makespan else 0.0
+    return np.rint(scale * np.stack([simulation.start, simulation.end], 1)).astype(int)
 
 
-# layouts of a report share what is traced
+def _rank_record(
+    rank: RankMemory, moments: list[Moment], bounds: list[int], size: int
+) -> dict[str, Any]:
+    """Memory of one rank over time; `size` neighboring spans share one peak."""
+    groups = [moments[first : first + size] for first in range(0, len(moments), size)]
+    peaks = [_by_kind(max(group, key=lambda moment: moment.total).by_kind()) for group in groups]
+    passing = {kind: [peak[kind] for peak in peaks] for kind in TEMPORARY}
+    return {
+        "staying": {kind: value for kind in PERSISTENT if (value := getattr(rank, kind))},
+        "end_of_step": rank.end_of_step,
+        "start": bounds[::size],
+        "end": [*bounds[size::size], TICKS],
+        "passing": {kind: values for kind, values in passing.items() if any(values)},
+    }
+
+
+def _by_kind(peak: Peak) -> dict[str, int]:
+    return vars(peak) | {"activations": sum(peak.activations.values())}
+
+
+# Cached because the layouts of a report share their traces.
 workloads_of, estimator_on = cache(Workloads), cache(Estimator)
 
 
-class Timed:
+class StepSimulator:
     """Simulates steps of one model under any schedule.
 
     Args:
@@ -156,52 +163,48 @@ class Timed:
         self._workloads = workloads_of(Target(cluster.architecture if cluster else None))
 
     def step(self, config: Config) -> tuple[Program, StageCosts, Simulation]:
-        """Returns the Program of a step, what its passes cost and keep in bytes, and its
-        simulation."""
+        """Program of a step, the time and kept bytes of its passes, and its simulation."""
         if self._estimator is not None:
             cost = self._estimator.step(config, self.world)
             return cost.program, cost.costs, cost.simulation
         layout = quick_layout(config, self.world)
         program = layout.program_of(micro_batch_counts(config, self.world)[-1])
-        dealt = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
+        assigned = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
         stages = self._workloads.stages(config, layout)
-        kept = np.array([sum(unit.passes["F"].kept_bytes for unit in units) for units in stages])
-        costs = replace(run_costs(dealt).of(program.placement), activation=kept)
+        kept_bytes = np.array(
+            [sum(unit.passes["F"].kept_bytes for unit in units) for units in stages]
+        )
+        costs = replace(run_costs(assigned).of(program.placement), activation=kept_bytes)
         return program, costs, simulate(program, costs)
 
 
-def _record(name: str, program: Program, found: Simulation, in_seconds: bool) -> dict[str, Any]:
-    edges = program.table.rank_start
-    busy = [float((found.end[a:b] - found.start[a:b]).sum()) for a, b in zip(edges, edges[1:])]
+def _record(
+    name: str, program: Program, simulation: Simulation, in_seconds: bool
+) -> dict[str, Any]:
+    lengths = simulation.end - simulation.start
+    busy = [float(lengths[a:b].sum()) for a, b in pairwise(program.table.rank_start)]
     return {
         "name": name,
         "num_microbatches": program.num_microbatches,
         "num_stages": program.num_stages,
         "copies": program.copies,
         "in_seconds": in_seconds,
-        "makespan": found.makespan,
-        "bubble": found.bubble,
-        "idle": [found.makespan - each for each in busy],
+        "makespan": simulation.makespan,
+        "bubble": simulation.bubble,
+        "idle": [simulation.makespan - time for time in busy],
     }
 
 
-def slots_of(program: Program, found: Simulation) -> list[list[list[Any]]]:
-    """Returns for every rank its slots as [start, length, action, second action of an overlapped
-    pair], in ticks."""
-    scale = TICKS / found.makespan if found.makespan else 0.0
-    start, end = (
-        np.rint(found.start * scale).astype(int).tolist(),
-        np.rint(found.end * scale).astype(int).tolist(),
-    )
-    edges = program.table.rank_start.tolist()
+def slots_of(program: Program, simulation: Simulation) -> list[list[list[Any]]]:
+    """Slots of every rank as [start, length, action, second action of an overlapped pair].
+
+    Times are in ticks.
+    """
+    times = iter(_in_ticks(simulation).tolist())
     return [
         [
-            [
-                start[index],
-                end[index] - start[index],
-                *(f"{op}{stage}.{microbatch}" for op, stage, microbatch in slot),
-            ]
-            for slot, index in zip(line, range(first, stop))
+            [start, end - start, *(f"{op}{stage}.{microbatch}" for op, stage, microbatch in slot)]
+            for slot, (start, end) in zip(line, times)
         ]
-        for line, first, stop in zip(program.ranks, edges, edges[1:])
+        for line in program.ranks
     ]

@@ -68,7 +68,7 @@ def test_uneven_stages(capsys):
     assert "--stage-scale has 3 entries" in refused(
         capsys, "simulate", *sizes, "--stage-scale", "1,2,3"
     )
-    assert "no list of numbers" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,x")
+    assert "must be numbers such as" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,x")
 
 
 def test_whole_layers_between_ends_that_weigh_more(capsys):
@@ -205,28 +205,28 @@ def test_verify_a_file(capsys, tmp_path):
         (("verify", "/dev/null", "--pp", "4", "--microbatches", "8"), "null has no actions"),
         (
             ("search", "--pp", "4", "--microbatches", "8", "--memory", "1", "--seconds", "-1"),
-            "--seconds -1 is not",
+            "--seconds must be above 0 (got -1)",
         ),
         (
             ("compare", "--pp", "4", "--microbatches", "8", "--memory", "-1"),
-            "--memory -1 is not above 0",
+            "--memory must be above 0 (got -1)",
         ),
-        (("compare", "--pp", "0", "--microbatches", "8"), "--pp 0 is not above 0"),
+        (("compare", "--pp", "0", "--microbatches", "8"), "--pp must be above 0 (got 0)"),
         (
             ("simulate", "--schedule", "dualpipe_v", "--pp", "2", "--microbatches", "3"),
             "at least 2·pp = 4 micro-batches, ",
         ),
         (
             ("search", *SIZES, "--memory", "1", "--evaluations", "-1"),
-            "--evaluations -1 is no finite number",
+            "--evaluations must be finite and at least 0 (got -1)",
         ),
-        (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed -1 is no"),
-        (("show", *NAMED, "--costs", "F=0,I=0,W=0"), "no action takes any time"),
+        (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed must be finite"),
+        (("show", *NAMED, "--costs", "F=0,I=0,W=0"), "no action takes time"),
         (("simulate", *NAMED, "--costs", "F=1,F=2"), "F is given twice"),
         (("simulate", *NAMED, "--stage-scale", "1,1,1,-1"), "--stage-scale -1 must be"),
         (("simulate", *NAMED, "--stage-scale", "1,1,1,nan"), "--stage-scale nan must be"),
-        (("simulate", *NAMED, "--layers", "8", "--head", "nan"), "--head nan is no"),
-        (("simulate", *NAMED, "--activation-bytes", "inf"), "--activation-bytes inf is no finite"),
+        (("simulate", *NAMED, "--layers", "8", "--head", "nan"), "--head must be finite"),
+        (("simulate", *NAMED, "--activation-bytes", "inf"), "--activation-bytes must be finite"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
