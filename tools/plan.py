@@ -1,5 +1,4 @@
-"""Predict the memory and step time of a run, and search for layouts: on one CPU, without allocating
-the model.
+"""Predicts memory and step time of a run, and searches for layouts, on a CPU without the model.
 
     python tools/plan.py memory --world 64 experiment=llama3_8b
     python tools/plan.py memory --world 4096 --device-gb 80 experiment=llama3_70b parallel.pp=8 \\
@@ -13,8 +12,8 @@ the model.
     python tools/plan.py memory --world 64 --as nanotron model=llama2_7b precision.dtype=bf16 \\
         parallel.tp=4 train.gbs=64
 
-Words without dashes are overrides as pretrain.py takes them; files of the run (its data) need not
-exist. Exit code 2: a refused configuration or bad input; 1: it would not fit.
+Words without dashes are overrides of pretrain.py. Files of the run (its data) need not exist. Exit
+code 1: the run does not fit; 2: invalid configuration or input.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-if not __package__:  # a script of a checkout
+if not __package__:  # run as a script from a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
@@ -33,7 +32,7 @@ from megatron5d.config.errors import exit_code
 from megatron5d.config.load import keys_given
 from megatron5d.planning.clusters import CLUSTERS
 from megatron5d.planning.planned_config import planned_config, unplanned_config
-from megatron5d.tools.planning.asked import check_options, note_defaults
+from megatron5d.tools.planning.options import check_options, note_defaults
 
 
 def _parser() -> OptionParser:
@@ -47,33 +46,33 @@ def _parser() -> OptionParser:
         "--device",
         default="sm_90",
         metavar="NAME",
-        help="h100, a100 and so on, with the memory that it has; or an architecture alone, such as sm_90 (default), "
-        "sm_80, sm_100; or cpu",
+        help="a device such as h100, with its memory; an architecture such as sm_90 (default); or cpu",
     )
     memory.add_argument(
         "--device-gb",
         type=float,
         metavar="X",
-        help="memory of one device in 10⁹ bytes, to hold against",
+        help="memory of one device in 10⁹ bytes, to compare with",
     )
     memory.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        help="rows that the busiest rank's experts are sent, of an even share (default: moe.planned_imbalance)",
+        help="load of the busiest rank's experts relative to an even share "
+        "(default: moe.planned_imbalance)",
     )
     memory.add_argument(
         "--as",
         dest="convention",
         default="megatron5d",
         metavar="CODE",
-        help="as another code base keeps things: nanotron; or megatron, with any of te_fused_loss, dropout and "
-        "unfused_attention after it, commas between",
+        help="memory of another code base: nanotron; or megatron, optionally followed by "
+        ",te_fused_loss ,dropout ,unfused_attention",
     )
     memory.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     memory.add_overrides()
     context = commands.add_parser(
-        "context", help="bytes that each parallel.cp_method sends, the best first"
+        "context", help="bytes sent by each parallel.cp_method, the best first"
     )
     context.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     context.add_argument(
@@ -87,7 +86,7 @@ def _parser() -> OptionParser:
         )
     )
     search = commands.add_parser(
-        "search", help="the fastest layouts that fit; keys given as key=value stay as they are"
+        "search", help="the fastest layouts that fit; keys set as key=value stay fixed"
     )
     _add_cluster(search)
     search.add_argument(
@@ -100,7 +99,7 @@ def _parser() -> OptionParser:
 
 
 def _add_cluster(command: OptionParser) -> None:
-    """Adds the options that choose the machines."""
+    """Adds the options that describe the machines."""
     command.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     command.add_argument(
         "--device", default="h100", metavar="NAME", help=f"default h100; {', '.join(CLUSTERS)}"
@@ -110,17 +109,20 @@ def _add_cluster(command: OptionParser) -> None:
         "--network-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to other nodes"
     )
     command.add_argument(
-        "--link-gbps", type=float, metavar="X", help="10⁹ bits/s from a rank to others of its node"
+        "--link-gbps", type=float, metavar="X", help="10⁹ bits/s between ranks of a node"
     )
     command.add_argument(
-        "--tflops", type=float, metavar="X", help="peak of a device in 16 bits; in 8 in proportion"
+        "--tflops",
+        type=float,
+        metavar="X",
+        help="peak of a device in 16 bits; the 8-bit peak scales along",
     )
     command.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        help="rows that the busiest rank's experts are sent, of an even share (default: 1 for the time, "
-        "moe.planned_imbalance for the memory)",
+        help="load of the busiest rank's experts relative to an even share "
+        "(default: 1 for the time, moe.planned_imbalance for the memory)",
     )
     command.add_argument(
         "--json", action="store_true", help="print one JSON object, in seconds and bytes"
@@ -129,13 +131,13 @@ def _add_cluster(command: OptionParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit code."""
+    """Runs one subcommand; the result is the exit code."""
     options = _parser().parse_args(arguments)
     return exit_code("plan.py: error", lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Refuses what is wrong before the subcommand imports torch, which takes seconds."""
+    """Checks options and configuration before the subcommand imports torch, which takes seconds."""
     check_options(options)
     config = (unplanned_config if options.command == "search" else planned_config)(
         options.overrides, options.world
@@ -147,6 +149,6 @@ def _run(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     print_anywhere()
-    # Programs are many small tuples, which nothing refers back to
+    # Programs are many small tuples without cycles; frequent collections would only cost time.
     gc.set_threshold(100_000, 20, 100)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Answer plan.py context: bytes that each method of context parallelism sends."""
+"""Runs `plan.py context`: bytes sent by each method of context parallelism."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from megatron5d.config.schema import Config
 
 
 def run(options: argparse.Namespace, config: Config) -> int:
-    """Prints the table or the record, and returns the exit code."""
+    """Prints the table or the record; the result is the exit code."""
     if config.parallel.cp == 1:
-        raise ValueError("parallel.cp = 1 cuts no sequence: nothing is sent; set parallel.cp")
-    found = choices(config, options.node)
+        raise ValueError("plan.py context requires parallel.cp > 1 (got 1)")
+    methods = choices(config, options.node)
     if options.json:
         print(
             json.dumps(
                 {
                     "world": options.world,
                     "node": options.node,
-                    "choices": [asdict(each) for each in found],
+                    "choices": [asdict(method) for method in methods],
                 }
             )
         )
         return 0
     print(
-        f"MB that a rank sends in one layer for one sequence of {config.train.seq_len:,} tokens, there and back:"
+        f"MB that a rank sends per layer and sequence of {config.train.seq_len:,} tokens, "
+        "forward and backward:"
     )
     print(
-        f"{'parallel.cp_method':<20}{'cp_inner':>9}{'in a node':>12}{'between nodes':>15}{'hidden from tokens':>20}"
+        f"{'parallel.cp_method':<20}{'cp_inner':>9}{'in a node':>12}"
+        f"{'between nodes':>15}{'hidden from tokens':>20}"
     )
-    for each in found:
-        name = "ring, allgather" if each.method == "ring" else each.method
-        length = f"{each.hidden_from:,}" if each.hidden_from else "-"
-        sent = f"{each.inside / 1e6:>12,.1f}{each.between / 1e6:>15,.1f}"
-        print(f"{name:<20}{each.cp_inner:>9}{sent}{length:>20}")
+    for choice in methods:
+        name = "ring, allgather" if choice.method == "ring" else choice.method
+        length = f"{choice.hidden_from:,}" if choice.hidden_from else "-"
+        sent = f"{choice.inside / 1e6:>12,.1f}{choice.between / 1e6:>15,.1f}"
+        print(f"{name:<20}{choice.cp_inner:>9}{sent}{length:>20}")
     print(
-        f"Hidden: a hop is over before the attention that it runs under, at {FLOPS_PER_BYTE:,.0f} FLOP a byte."
+        "Hidden: a hop ends before the attention that it overlaps, "
+        f"at {FLOPS_PER_BYTE:,.0f} FLOP per byte."
     )
     print(
-        f"Least between nodes of {options.node} first, then least inside them; heads are exchanged inside a node alone "
-        "(docs/long_context.md)."
+        f"Sorted by bytes between nodes of {options.node} ranks, then inside them. Heads are "
+        "exchanged only inside a node (docs/long_context.md)."
     )
     return 0

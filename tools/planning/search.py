@@ -1,4 +1,4 @@
-"""Answer plan.py search: the fastest layouts that fit."""
+"""Runs `plan.py search`: the fastest layouts that fit."""
 
 from __future__ import annotations
 
@@ -21,109 +21,110 @@ from megatron5d.planning.clusters import GIB, Cluster
 from megatron5d.planning.layout_search import Candidate, LayoutSearch
 from megatron5d.planning.memory.rank_memory import gigabytes
 from megatron5d.planning.planned_config import planned_config
-from megatron5d.tools.planning.asked import bytes_given, check_fp8, cluster_of, what
+from megatron5d.tools.planning.options import check_fp8, cluster_of, device_bytes, run_text
 
-TOLD_EVERY_S = 10.0
-# GPUs; more share fast links in a rack of hosts, as of a GB200 NVL72
-MOST_IN_A_HOST, RACK_HOST = 8, 4
-SBATCH_TASKS = 8  # of a node, as launch/slurm.sbatch has it
+PROGRESS_EVERY_S = 10.0
+MAX_HOST_GPUS = 8  # more share fast links only in a rack of hosts, such as a GB200 NVL72
+RACK_HOST_GPUS = 4  # of one host in such a rack
+SBATCH_TASKS = 8  # per node, the default of launch/slurm.sbatch
 
 
 def run(options: argparse.Namespace, config: Config) -> int:
-    """Prints the layouts that were found, and returns the exit code."""
+    """Prints the fastest layouts; the result is the exit code."""
     cluster = cluster_of(options)
-    have = bytes_given(options, cluster.memory_bytes)
+    available = device_bytes(options, cluster.memory_bytes)
     check_fp8(config, cluster.architecture)
     search = LayoutSearch(
         config, options.world, cluster, options.imbalance, keys_given(options.overrides)
     )
-    with _counting("shapes of a layout") as count:
-        candidates = search.candidates(have, count)
+    with _progress("shapes of a layout") as count:
+        candidates = search.candidates(available, count)
     if not search.has_legal_shape:
-        planned_config(options.overrides, options.world)  # says what is wrong
-    with _counting(f"times and memories, of {len(candidates):,} layouts at most") as count:
-        found = search.best(candidates, have, options.count, count)
-    layouts = [(each, override_text(search.overrides(each))) for each in found]
+        planned_config(options.overrides, options.world)  # raises ConfigError with the reason
+    with _progress(f"times and memories, of {len(candidates):,} layouts at most") as count:
+        best = search.best(candidates, available, options.count, count)
+    layouts = [(layout, override_text(search.overrides(layout))) for layout in best]
     if options.json:
-        records = [_record(each, line, _command(options, cluster, line)) for each, line in layouts]
-        print(
-            json.dumps(
-                {"world": options.world, "device": asdict(cluster), "layouts": records}, indent=2
-            )
-        )
-    elif found:
+        records = [
+            _record(layout, overrides, _command(options, cluster, overrides))
+            for layout, overrides in layouts
+        ]
+        result = {"world": options.world, "device": asdict(cluster), "layouts": records}
+        print(json.dumps(result, indent=2))
+    elif best:
         print(_layouts_table(layouts))
         print(
-            f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, {gigabytes(have)} each, for"
+            f"Of {len(candidates):,} layouts on {options.world} x {cluster.name}, "
+            f"{gigabytes(available)} each, for"
         )
-        print(what(config))
+        print(run_text(config))
         print(f"Run the first one: {_command(options, cluster, layouts[0][1])}")
     else:
         print(
-            f"No layout that was looked at fits {gigabytes(have)}: try more ranks, or recompute.offload."
+            f"None of the layouts examined fits {gigabytes(available)}: "
+            "try more ranks, or recompute.offload."
         )
         if (least := search.smallest()) is not None:
-            words = override_text(search.overrides(least)) or "as given"
-            print(f"The smallest of them needs {gigabytes(least.needed)}: {words}")
-    return 0 if found else 1
+            overrides = override_text(search.overrides(least)) or "unchanged"
+            print(f"The smallest of them needs {gigabytes(least.needed)}: {overrides}")
+    return 0 if best else 1
 
 
 def _layouts_table(layouts: list[tuple[Candidate, str]]) -> str:
-    """Returns a table of layouts, each given with its overrides as one line; "" = the configuration
-    as given."""
+    """Table of layouts, each with its overrides on one line; "" = the unchanged configuration."""
     lines = [f"{'step':>11}{'tokens/s/GPU':>14}{'MFU':>8}{'bubble':>8}{'memory':>10}  overrides"]
-    for each, overrides in layouts:
-        cost = each.cost
+    for layout, overrides in layouts:
+        cost = layout.cost
         assert cost is not None
         figures = f"{cost.step_s:>9.3f} s{cost.tokens_per_s_per_gpu:>14,.0f}{cost.mfu:>8.1%}"
         bubble = f"{cost.seconds['bubble'] / cost.step_s:>8.1%}"
-        lines.append(f"{figures}{bubble}{each.needed / GIB:>7.1f} GiB  {overrides or '(as given)'}")
+        lines.append(
+            f"{figures}{bubble}{layout.needed / GIB:>7.1f} GiB  {overrides or '(unchanged)'}"
+        )
     return "\n".join(lines)
 
 
-def _record(found: Candidate, overrides: str, command: str) -> dict[str, Any]:
-    """Returns a layout as a JSON object."""
-    assert found.cost is not None
+def _record(layout: Candidate, overrides: str, command: str) -> dict[str, Any]:
+    assert layout.cost is not None
     return {
         "overrides": overrides,
-        "needed_bytes": found.needed,
-        **found.cost.record(),
+        "needed_bytes": layout.needed,
+        **layout.cost.record(),
         "command": command,
     }
 
 
 @contextmanager
-def _counting(what: str) -> Iterator[Callable[[], None]]:
-    """Shows how many candidates were tried: a bar on a terminal, and a line every 10 s
-    elsewhere."""
-    with tqdm(desc=what, unit="", leave=False, disable=None) as bar:
-        number, told = 0, time.perf_counter()
+def _progress(items: str) -> Iterator[Callable[[], None]]:
+    """Shows how many candidates were tried: a bar on a terminal, a line every 10 s elsewhere."""
+    with tqdm(desc=items, unit="", leave=False, disable=None) as bar:
+        number, printed = 0, time.perf_counter()
 
         def count() -> None:
-            nonlocal number, told
+            nonlocal number, printed
             number += 1
             bar.update()
-            if bar.disable and (now := time.perf_counter()) - told >= TOLD_EVERY_S:
-                told = now
-                print(f"looked at {number:,} {what}", file=sys.stderr, flush=True)
+            if bar.disable and (now := time.perf_counter()) - printed >= PROGRESS_EVERY_S:
+                printed = now
+                print(f"tried {number:,} {items}", file=sys.stderr, flush=True)
 
         yield count
 
 
-def _command(options: argparse.Namespace, cluster: Cluster, found: str) -> str:
-    """Returns what starts the run of a layout on this cluster; the keys that were given, then those
-    that were found."""
+def _command(options: argparse.Namespace, cluster: Cluster, overrides: str) -> str:
+    """Command that starts a layout on this cluster: the user's overrides, then the layout's."""
     words = list(options.overrides)
     if not any(word.startswith(("data.train=", "experiment=quickstart")) for word in words):
         words.append("data.train=[data/corpus]")
-    return f"{_launch(options.world, cluster.node)} {shlex.join(words)} {found}".rstrip()
+    return f"{_launch(options.world, cluster.node)} {shlex.join(words)} {overrides}".rstrip()
 
 
 def _launch(world: int, node: int) -> str:
-    """Returns the launcher with its options: one rank a GPU, as many in every host."""
-    host = node if node <= MOST_IN_A_HOST else RACK_HOST
-    if world <= host:
+    """Launcher with its options: one rank per GPU, equally many on every host."""
+    host_gpus = node if node <= MAX_HOST_GPUS else RACK_HOST_GPUS
+    if world <= host_gpus:
         return f"bash launch/local.sh {world}"
-    each = next(n for n in range(host, 0, -1) if world % n == 0)
-    tasks = "" if each == SBATCH_TASKS else f" --ntasks-per-node={each}"
-    return f"sbatch --nodes={world // each} --gpus-per-node={each}{tasks} launch/slurm.sbatch"
+    per_node = next(n for n in range(host_gpus, 0, -1) if world % n == 0)
+    tasks = "" if per_node == SBATCH_TASKS else f" --ntasks-per-node={per_node}"
+    gpus = f"--nodes={world // per_node} --gpus-per-node={per_node}"
+    return f"sbatch {gpus}{tasks} launch/slurm.sbatch"

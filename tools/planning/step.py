@@ -1,4 +1,4 @@
-"""Answer plan.py step: the time of a step by kind, on a device and its network."""
+"""Runs `plan.py step`: the time of a step by kind, on a device and its network."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from dataclasses import asdict
 
 from megatron5d.config.schema import Config
 from megatron5d.planning.time.predict import Estimator
-from megatron5d.tools.planning.asked import check_fp8, cluster_of
+from megatron5d.tools.planning.options import check_fp8, cluster_of
 from megatron5d.train.preflight.kernels import choice_text, names_of
 
 
 def run(options: argparse.Namespace, config: Config) -> int:
-    """Prints the table or the record, and returns the exit code."""
+    """Prints the table or the record; the result is the exit code."""
     cluster = cluster_of(options)
     check_fp8(config, cluster.architecture)
     cost = Estimator(cluster, options.imbalance or 1.0).step(config, options.world)
-    capability = (
-        int(cluster.architecture.removeprefix("sm_"))
-        if cluster.architecture.startswith("sm_")
-        else 0
-    )
+    family, _, number = cluster.architecture.partition("_")
+    capability = int(number) if family == "sm" else 0
     kernels = names_of(config, capability, on_this_gpu=False) if capability else {}
     if options.json:
         record = {
