@@ -46,7 +46,7 @@ def _parser() -> OptionParser:
         "--device",
         default="sm_90",
         metavar="NAME",
-        help="a device such as h100, with its memory; an architecture such as sm_90 (default); or cpu",
+        help="a device such as h100; an architecture such as sm_90 (default); or cpu",
     )
     memory.add_argument(
         "--device-gb",

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs a subcommand.
 
     Raises:
-        ValueError: a number is out of range, or the schedule is invalid; names options of this tool.
+        ValueError: a number is out of range or the schedule invalid; names options of this tool.
     """
     for name in ("pp", "microbatches", "memory", "seconds", "activation_bytes", "layers", "width"):
         amount = getattr(options, name, None)
@@ -277,7 +277,7 @@ def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
 def _stage_costs(
     options: argparse.Namespace, program: Program
 ) -> tuple[StageCosts, list[int] | None]:
-    """Costs of the stages of a Program, and their numbers of layers if whole layers are assigned."""
+    """Costs of the stages of a Program, and their numbers of layers if --layers is set."""
     return _costs_and_layout(_cost_models(options)[0], program)
 
 

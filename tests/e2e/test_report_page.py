@@ -1,5 +1,4 @@
-"""The report in a real browser: switches and panes work, a rank is selected everywhere, nothing is
-requested."""
+"""The report in a real browser: switches and panes work, and the page sends no request."""
 
 import json
 import re
@@ -41,7 +40,6 @@ KINDS = [kind for _, kind in collect.DIMENSIONS]
 
 @pytest.fixture(scope="module")
 def report():
-
     options = ReportOptions(
         overrides=OVERRIDES, world=WORLD, device="h100", against="parallel.tp=1 parallel.sp=false"
     )
@@ -63,7 +61,7 @@ def report():
         for step in range(1, 31)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        # combinations of switches would only take time here
+        # The tests need no combinations of switches, which take seconds.
         patch.setattr(collect, "MAX_VARIANTS_S", 0.0)
         numbers = report_of(options)
     return numbers | {"runs": [run_record("a run", log, saved=[20])]}
@@ -89,15 +87,15 @@ def browser(report, tmp_path_factory):
         (["optim.name=muon"], "MFU (no such run was measured)"),
     ],
 )
-def test_the_error_of_predicted_times_is_told_of_runs_like_those_it_was_found_on(overrides, error):
+def test_error_of_predicted_times_is_shown_only_for_runs_like_the_measured_ones(overrides, error):
     numbers = {
         "needed_bytes": 2**30,
         "mfu": 0.25,
         "step_time_s": 1.0,
         "seconds": dict.fromkeys(KINDS, 0.0),
     }
-    said = collect._sentence(planned_config(overrides, 2), numbers, [], None)
-    assert f"25% {error}" in said
+    sentence = collect._sentence(planned_config(overrides, 2), numbers, [], None)
+    assert f"25% {error}" in sentence
 
 
 def test_numbers_are_those_of_the_planner(report):
@@ -112,17 +110,20 @@ def test_numbers_are_those_of_the_planner(report):
     ]
     ranks = Forecaster(config, WORLD, Target("sm_90", config.moe.planned_imbalance)).ranks()
     assert numbers["memory"] == [ranks[rank].kinds() for rank in sorted(ranks)]
-    mine = layout["pipeline"][0]
-    assert mine["makespan"] == cost.simulation.makespan and mine["bubble"] == cost.simulation.bubble
+    timeline = layout["pipeline"][0]
+    assert (
+        timeline["makespan"] == cost.simulation.makespan
+        and timeline["bubble"] == cost.simulation.bubble
+    )
     slots = [len(line) for line in cost.program.ranks]
-    assert [len(line) for line in mine["slots"]] == slots
+    assert [len(line) for line in timeline["slots"]] == slots
 
 
-def test_a_run_tells_its_world_and_its_events(report):
+def test_world_and_events_are_read_from_the_log(report):
     (run,) = report["runs"]
     assert run["world"] == 16 and run["events"] == [{"step": 20, "what": "checkpoint saved"}]
-    parts = {"comm tp exposed": 0.04, "zero exposed": 0.01, "pipeline bubble": 0.125}
-    assert dict(run["breakdown"]) == {"everything else": 0.325, **parts}
+    components = {"comm tp exposed": 0.04, "zero exposed": 0.01, "pipeline bubble": 0.125}
+    assert dict(run["breakdown"]) == {"everything else": 0.325, **components}
 
 
 def test_memory_over_a_step_peaks_at_the_forecast_and_follows_the_rank(browser, report):
@@ -135,18 +136,21 @@ def test_memory_over_a_step_peaks_at_the_forecast_and_follows_the_rank(browser, 
         assert most == sum(forecast.values()) - forecast.get("setup", 0)
         assert {"weights", "gradients", "optimizer"} <= set(rank["staying"])
     drawn = []
-    for place in (0, 1):
-        browser.run("change({rank: withPipelineRank(arguments[0])})", place)
-        assert f"Pipeline rank {place} over a step" in browser.run(
+    for pp_rank in (0, 1):
+        browser.run("change({rank: withPipelineRank(arguments[0])})", pp_rank)
+        assert f"Pipeline rank {pp_rank} over a step" in browser.run(
             "return document.querySelector('#memory').textContent"
         )
-        paths = "return [...document.querySelectorAll('#memory path')].map((each) => each.getAttribute('d'))"
+        paths = (
+            "return [...document.querySelectorAll('#memory path')]"
+            ".map((path) => path.getAttribute('d'))"
+        )
         drawn.append(browser.run(paths))
     browser.run("change({rank: 0})")
     assert drawn[0] != drawn[1] and not any("NaN" in path for paths in drawn for path in paths)
 
 
-def test_what_a_run_sent_and_waited_stands_beside_the_forecast(browser, report):
+def test_measured_bytes_and_waits_are_shown_next_to_the_forecast(browser, report):
     numbers = report["layouts"][0]["variants"][""]
     lines = "[...document.querySelectorAll('#step tr')]"
     rows = browser.run(
@@ -154,10 +158,10 @@ def test_what_a_run_sent_and_waited_stands_beside_the_forecast(browser, report):
     )
     (sent,) = [row for row in rows if row[0] == "tp" and row[-1] == "123 MB"]
     (waited,) = [row for row in rows if row[0] == "tp" and row[-1] == "40.0 ms"]
-    told = numbers["sent_bytes"][0]["tp"], numbers["seconds"]["tp"]
+    predicted = numbers["sent_bytes"][0]["tp"], numbers["seconds"]["tp"]
     assert [sent[1], waited[1]] == [
-        browser.run("return bytes(arguments[0])", told[0]),
-        browser.run("return seconds(arguments[0])", told[1]),
+        browser.run("return bytes(arguments[0])", predicted[0]),
+        browser.run("return seconds(arguments[0])", predicted[1]),
     ]
     assert ["pp", "125 ms"] in [[row[0], row[-1]] for row in rows] and ["dp", "10.0 ms"] in [
         [row[0], row[-1]] for row in rows
@@ -186,7 +190,8 @@ def test_every_switch_changes_the_layer(browser, report):
 
 def test_a_rank_is_selected_in_every_pane(browser):
     browser.run(
-        "document.querySelector('#grid rect[data-rank=\"9\"]').dispatchEvent(new Event('click', {bubbles: true}))"
+        "document.querySelector('#grid rect[data-rank=\"9\"]')"
+        ".dispatchEvent(new Event('click', {bubbles: true}))"
     )
     assert browser.run("return state.rank") == 9
     assert browser.run("return document.querySelector('#memory g.own').dataset.pp") == "1"
@@ -215,8 +220,8 @@ def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
     for rank in range(WORLD):
         groups = browser.run("change({rank: arguments[0]}); return groups()", rank)
         along = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
-        wanted = {name: list(dense.group(rank, *axes)) for name, axes in along.items()}
-        assert groups == wanted | {"ep": list(expert.group(rank, "ep"))}
+        expected = {name: list(dense.group(rank, *axes)) for name, axes in along.items()}
+        assert groups == expected | {"ep": list(expert.group(rank, "ep"))}
 
 
 def test_a_second_schedule_and_the_second_layout(browser, report):
@@ -226,9 +231,9 @@ def test_a_second_schedule_and_the_second_layout(browser, report):
     assert "1f1b" in names and "gpipe" in names
     browser.run("view.other = '1f1b'; change({})")
     assert browser.run("return document.querySelectorAll('#pipeline canvas').length") == 2
-    said = browser.run("return document.querySelector('#compare').textContent")
+    text = browser.run("return document.querySelector('#compare').textContent")
     assert (
-        all(words in said for words in report["differences"])
+        all(words in text for words in report["differences"])
         and "tp: 2 → 1" in report["differences"]
     )
     browser.run("document.querySelectorAll('#layouts button')[1].click()")
@@ -259,6 +264,10 @@ def test_no_error_and_no_request(browser):
         entry["message"] for entry in browser.log("browser") if entry["level"] == "SEVERE"
     ] == []
     events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
-    asked = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
-    ours = [each["request"]["url"] for each in asked if each["documentURL"].startswith("file:")]
-    assert len(ours) == 1 and ours[0].endswith("report.html")  # the page itself
+    requests = [
+        event["params"] for event in events if event["method"] == "Network.requestWillBeSent"
+    ]
+    urls = [
+        entry["request"]["url"] for entry in requests if entry["documentURL"].startswith("file:")
+    ]
+    assert len(urls) == 1 and urls[0].endswith("report.html")  # the page itself

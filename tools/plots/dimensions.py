@@ -106,9 +106,9 @@ def draw_grid(sizes: Sizes) -> str:
 
 def _grid_cell(sizes: Sizes, dense: Grid, rank: int, frame: str) -> list[str]:
     """Square of a rank, with the labels of its column and row if it is the first of them."""
-    place = {name: dense.coordinate(rank, name) for name in dense.names}
-    pp, cp, tp = place["pp"], place["cp"], place["tp"]
-    dp = place["dp_replicate"] * sizes.dp_shard + place["dp_shard"]
+    coordinates = {name: dense.coordinate(rank, name) for name in dense.names}
+    pp, cp, tp = coordinates["pp"], coordinates["cp"], coordinates["tp"]
+    dp = coordinates["dp_replicate"] * sizes.dp_shard + coordinates["dp_shard"]
     x = 70 + dp * (sizes.tp * PITCH + 60) + tp * PITCH
     y = 62 + pp * (sizes.cp * PITCH + 26) + cp * PITCH
     elements = [

@@ -212,7 +212,7 @@ def _active_dimensions(config: Config) -> tuple[str, ...]:
 def _variants(
     pool: ProcessPoolExecutor, layout: ReportLayout, switches: Sequence[str], until: float
 ) -> dict[str, dict[str, Any]]:
-    """Numbers of the layout without each dimension, without all, and, as time permits, without some.
+    """Numbers of the layout without each dimension, all of them and, if time permits, some.
 
     Args:
         pool: of processes that compute them.

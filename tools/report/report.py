@@ -137,7 +137,7 @@ SOURCES = {
         "name": "Time of a step",
         "formula": (
             "Every pass of every layer: GEMM FLOPs and bytes over the device's fitted share of its "
-            "peak, attention, memory traffic, and collectives over the slowest link of their group. "
+            "peak, attention, memory traffic, and collectives over the slowest link of a group. "
             "The Program is simulated with these times; data parallelism and the optimizer add "
             "their time at the end."
         ),
@@ -146,10 +146,11 @@ SOURCES = {
     "mfu": {
         "name": "MFU",
         "formula": (
-            "FLOPs of the model for the tokens of a step (without recomputation) over the step time, "
+            "FLOPs of the model for the tokens of a step (without recomputation) over its time, "
             "the number of ranks and the device's peak in 16 bits. The median error of predicted "
             "step times is 6 % on 71 published dense runs that were not used for fitting. Mixtures "
-            "of experts, context parallelism, FP8 and Muon have not been compared with measurements."
+            "of experts, context parallelism, FP8 and Muon have not been compared with any "
+            "measurement."
         ),
         "file": "megatron5d/model/flops.py",
     },

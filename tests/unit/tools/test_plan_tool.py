@@ -30,16 +30,22 @@ def test_plans_without_triton_are_those_with_it(capsys):
     """A laptop plans like the cluster: the meta device runs the same code around every kernel."""
     plans = [
         "memory --device a100 model=tiny_gpt2 train.seq_len=512 data.document_mask=true",
-        "memory --device h100 model=llama3_1b parallel.tp=4 parallel.sp=true parallel.tp_overlap=fused",
-        "memory --device h100 model=deepseek_v2_lite precision.fp8=blockwise parallel.ep=4 parallel.zero=3",
-        "memory --device b200 model=mixtral_8x7b precision.fp8=tensorwise parallel.ep=8 moe.fp8_dispatch=true",
+        "memory --device h100 model=llama3_1b parallel.tp=4 parallel.sp=true "
+        "parallel.tp_overlap=fused",
+        "memory --device h100 model=deepseek_v2_lite precision.fp8=blockwise parallel.ep=4 "
+        "parallel.zero=3",
+        "memory --device b200 model=mixtral_8x7b precision.fp8=tensorwise parallel.ep=8 "
+        "moe.fp8_dispatch=true",
         "step --device h200 model=llama3_1b parallel.cp=2",
     ]
     alike = ["--world", "8", "--json", "train.gbs=8", "precision.dtype=bf16"]
     arguments = [[*words.split(), *alike] for words in plans]
     assert [main(words) for words in arguments] == [0] * len(plans)
     output = capsys.readouterr().out
-    code = f"import sys; sys.modules['triton'] = None; from tools.plan import main; [main(x) for x in {arguments}]"
+    code = (
+        "import sys; sys.modules['triton'] = None; from tools.plan import main; "
+        f"[main(words) for words in {arguments}]"
+    )
     without = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert without.stdout == output, without.stderr
 

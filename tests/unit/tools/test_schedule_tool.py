@@ -1,5 +1,4 @@
-"""tools/schedule.py from its command line: figures, pictures, files, and one clear line for what is
-refused."""
+"""Command line of tools/schedule.py: figures, pictures, files, and one-line error messages."""
 
 import json
 import subprocess
@@ -22,11 +21,11 @@ def output(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def refused(capsys, *arguments):
+def error_of(capsys, *arguments):
     assert main(list(arguments)) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    return said.err
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err
 
 
 def test_simulate_prints_one_object(capsys):
@@ -65,22 +64,23 @@ def test_uneven_stages(capsys):
     sizes = ("--schedule", "gpipe", "--pp", "2", "--microbatches", "1", "--json")
     figures = json.loads(output(capsys, "simulate", *sizes, "--stage-scale", "0.5,2"))
     assert figures["makespan"] == 7.5
-    assert "--stage-scale has 3 entries" in refused(
+    assert "--stage-scale has 3 entries" in error_of(
         capsys, "simulate", *sizes, "--stage-scale", "1,2,3"
     )
-    assert "must be numbers such as" in refused(capsys, "simulate", *sizes, "--stage-scale", "1,x")
+    assert "must be numbers such as" in error_of(capsys, "simulate", *sizes, "--stage-scale", "1,x")
 
 
-def test_whole_layers_between_ends_that_weigh_more(capsys):
-    """Ten layers on four ranks, 2.5 a rank: the head counts 3.75 layers, so the last rank gets
-    none."""
+def test_layers_with_costly_head(capsys):
+    """Ten layers on four ranks, 2.5 per rank; the head costs 3.75, so the last rank has none."""
     sizes = ("--pp", "4", "--microbatches", "8")
     ends = ("--layers", "10", "--head", "1.5", "--dense", "1", "--costs", "a2aF=0.5,a2aB=0.5")
-    alone = json.loads(output(capsys, "simulate", "--schedule", "1f1b", *sizes, *ends, "--json"))
-    assert alone["peak_activations"] == [4 * 4 / 2.5, 3 * 3 / 2.5, 2 * 3 / 2.5, 0]
+    simulated = json.loads(
+        output(capsys, "simulate", "--schedule", "1f1b", *sizes, *ends, "--json")
+    )
+    assert simulated["peak_activations"] == [4 * 4 / 2.5, 3 * 3 / 2.5, 2 * 3 / 2.5, 0]
     # the first rank's four layers
-    assert alone["makespan"] - alone["overhead"] == pytest.approx(3 * 8 * 4 / 2.5)
-    found = json.loads(
+    assert simulated["makespan"] - simulated["overhead"] == pytest.approx(3 * 8 * 4 / 2.5)
+    result = json.loads(
         output(
             capsys,
             "search",
@@ -95,10 +95,10 @@ def test_whole_layers_between_ends_that_weigh_more(capsys):
             "--json",
         )
     )
-    assert sum(found["layout"]) == 10 and found["balance"] in BALANCES
-    assert found["makespan"] < found["best_named_makespan"]
-    assert "--layers" in refused(capsys, "simulate", "--schedule", "1f1b", *sizes, "--head", "1.5")
-    both = refused(
+    assert sum(result["layout"]) == 10 and result["balance"] in BALANCES
+    assert result["makespan"] < result["best_named_makespan"]
+    assert "--layers" in error_of(capsys, "simulate", "--schedule", "1f1b", *sizes, "--head", "1.5")
+    both = error_of(
         capsys,
         "simulate",
         "--schedule",
@@ -134,8 +134,8 @@ def test_show_draws_and_writes(capsys, tmp_path):
     output(capsys, "show", *sizes, "--svg", str(svg), "--png", str(png), "--csv", str(text))
     assert svg.read_text().startswith("<svg") and png.read_bytes().startswith(b"\x89PNG")
     assert text.read_text() == write_program(build_program("zb_v", 2, 4))
-    again = ("simulate", "--schedule", f"file:{text}", "--pp", "2", "--microbatches", "4")
-    assert "overhead  0.5" in output(capsys, *again)
+    reread = ("simulate", "--schedule", f"file:{text}", "--pp", "2", "--microbatches", "4")
+    assert "overhead  0.5" in output(capsys, *reread)
 
 
 def test_verify_a_file(capsys, tmp_path):
@@ -144,14 +144,14 @@ def test_verify_a_file(capsys, tmp_path):
     check = ("verify", str(file), "--pp", "4", "--microbatches", "8")
     assert "correct" in output(capsys, *check)
     assert json.loads(output(capsys, *check, "--json"))["peak_activations"] == [4, 3, 2, 1]
-    assert "0F3 raises the activations to 4" in refused(capsys, *check, "--memory", "0.75")
+    assert "0F3 raises the activations to 4" in error_of(capsys, *check, "--memory", "0.75")
     file.write_text(file.read_text().replace("2F5,", ""))
-    assert "mine.csv: rank 2, position 8: 2F5 is missing" in refused(capsys, *check)
-    assert "pp=5; set --pp 4" in refused(
+    assert "mine.csv: rank 2, position 8: 2F5 is missing" in error_of(capsys, *check)
+    assert "pp=5; set --pp 4" in error_of(
         capsys, "verify", str(file), "--pp", "5", "--microbatches", "8"
     )
     named = ("simulate", "--schedule", f"file:{file}", *SIZES)
-    assert "needs --vpp 1 (got 2); set --vpp 1" in refused(capsys, *named, "--vpp", "2")
+    assert "needs --vpp 1 (got 2); set --vpp 1" in error_of(capsys, *named, "--vpp", "2")
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,10 @@ def test_verify_a_file(capsys, tmp_path):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
-    said = refused(capsys, *arguments)
-    assert words in said and said.startswith("schedule.py: error: ") and said.count("\n") == 1
+    message = error_of(capsys, *arguments)
+    assert (
+        words in message and message.startswith("schedule.py: error: ") and message.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("arguments", [(), ("simulate",), ("frobnicate",), ("verify", "x.csv")])

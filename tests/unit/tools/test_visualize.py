@@ -1,4 +1,4 @@
-"""Curves are read from the run's own records, drawn, and summed up."""
+"""tools/visualize.py reads the logs of runs, draws their losses and summarizes them."""
 
 import json
 import subprocess
@@ -70,8 +70,8 @@ def test_a_run_without_validation(tmp_path, capsys):
     assert "validation loss" not in text
 
 
-def test_evaluations_that_were_not_finite_are_left_out(tmp_path, monkeypatch, capsys):
-    """And a run that is named from inside its own folder has the folder's name."""
+def test_evaluations_that_are_not_finite_are_skipped(tmp_path, monkeypatch, capsys):
+    """Also: a log in the current directory has the name of that directory."""
     monkeypatch.chdir(tmp_path)
     first = {"tokens": 10, "loss": 2.0, "initial_valid_loss": 3.0, "valid_loss": 2.5}
     last = {"tokens": 20, "loss": None, "valid_loss": None}
@@ -80,7 +80,7 @@ def test_evaluations_that_were_not_finite_are_left_out(tmp_path, monkeypatch, ca
     assert f"{tmp_path.name}: validation loss 3.000 -> 2.500" in capsys.readouterr().out
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path):
+def test_incomplete_last_line_is_skipped(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"tokens": 10, "loss": 2.0}\n{"tokens": 20, "lo')
     assert read_curve(tmp_path / "log.jsonl").train == [(10, 2.0)]
 
@@ -124,9 +124,7 @@ def test_bad_input_is_named(tmp_path, capsys, make, message):
         ("5", "x.svg", "--schedule dualpipe mirrors ranks in pairs, but --pp 5 is odd; set --pp 6"),
     ],
 )
-def test_a_schedule_that_cannot_be_drawn_is_refused_in_the_options_of_this_tool(
-    capsys, ranks, out, message
-):
+def test_schedule_errors_name_options_of_this_tool(capsys, ranks, out, message):
     named = ["--schedule", "dualpipe", "--pp", ranks, "--microbatches", "8"]
     assert main(["schedule", *named, "-o", out]) == 2
     assert capsys.readouterr().err == f"visualize: {message}\n"
@@ -165,7 +163,7 @@ def test_runs_and_options_in_any_order(tmp_path, capsys):
     assert ended.value.code == 2 and "did you mean --out?" in capsys.readouterr().err
 
 
-def test_a_folder_of_runs_is_searched_and_equal_curves_are_told(tmp_path, capsys):
+def test_folder_of_runs_is_searched_and_equal_curves_are_named(tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     for name in ("a", "b"):
         run_folder(tmp_path / "runs" / name)
@@ -195,15 +193,15 @@ def test_panels_and_means(tmp_path):
         match_fields(curves, "grad_norm,mfu")
 
 
-def test_a_name_that_no_font_here_has_is_told_and_not_drawn_as_boxes(tmp_path, capfd, monkeypatch):
+def test_name_without_a_font_is_replaced(tmp_path, capfd, monkeypatch):
     from matplotlib import font_manager
 
     monkeypatch.setattr(font_manager, "findSystemFonts", list)
     out = tmp_path / "loss.svg"
     assert main(["loss", str(run_folder(tmp_path / "语言模型")), "--out", str(out)]) == 0
-    told = capfd.readouterr()
+    captured = capfd.readouterr()
     assert (
-        told.err == "run 1 is '语言模型': no installed font has its letters\n"
-        and "语言模型: 300 tokens" in told.out
+        captured.err == "run 1 is '语言模型': no installed font has its letters\n"
+        and "语言模型: 300 tokens" in captured.out
     )
     assert "run 1, training" in out.read_text()
