@@ -33,7 +33,7 @@ QWEN2_PATTERN = CL100K_PATTERN.replace("{1,3}", "")
 
 
 def _cased_pattern(not_han: str, first: str, after_signs: str) -> str:
-    """Returns a pattern that begins a new piece where small letters are followed by a capital
+    """Pattern that begins a new piece where small letters are followed by a capital
     one."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{not_han}]"
@@ -154,7 +154,7 @@ PUBLISHED: dict[int, Published] = {
 
 
 def looks_like_ranks(head: bytes) -> bool:
-    """Returns whether a file with this beginning is a list of base64 tokens and ranks."""
+    """Whether a file with this beginning is a list of base64 tokens and ranks."""
     return re.fullmatch(rb"[A-Za-z0-9+/]+={0,2} \d+\r?", head.split(b"\n", 1)[0]) is not None
 
 
@@ -179,12 +179,12 @@ def read_ranks(path: Path) -> Ranks:
         except (ValueError, binascii.Error):
             raise ValueError(f"{path}:{number}: {line[:60]!r} is not 'base64-token rank'") from None
     _check_whole(path, ranks)
-    published, beside, taken = PUBLISHED.get(len(ranks)), FilesBeside(path), set(ranks.values())
+    published, beside, used_ids = PUBLISHED.get(len(ranks)), FilesBeside(path), set(ranks.values())
     pattern = beside.config.get("pattern")
     if published is None and pattern is None:
         raise ValueError(_unknown(path, len(ranks), max(ranks.values()) + 1))
     known = published or Published("", "", {})
-    added = {token: number for token, number in beside.added().items() if number not in taken}
+    added = {token: number for token, number in beside.added().items() if number not in used_ids}
     pattern = known.pattern if pattern is None else PATTERNS.get(str(pattern), str(pattern))
     return Ranks(
         ranks,
@@ -196,7 +196,7 @@ def read_ranks(path: Path) -> Ranks:
 
 
 def _unknown(path: Path, count: int, after: int) -> str:
-    known = ", ".join(f"{size} {found.name}" for size, found in PUBLISHED.items())
+    known = ", ".join(f"{size} {encoding.name}" for size, encoding in PUBLISHED.items())
     eod = "<|endoftext|>"
     example = {
         "pattern": "cl100k",
@@ -216,9 +216,9 @@ def _check_whole(path: Path, ranks: dict[bytes, int]) -> None:
         raise ValueError(
             f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks; each rank is one token's"
         )
-    if lacking := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(
-            f"{path}: {len(lacking)} of the 256 bytes are no tokens (0x{lacking[0]:02x} is the first), and a text that "
+            f"{path}: {len(missing)} of the 256 bytes are no tokens (0x{missing[0]:02x} is the first), and a text that "
             "has them could not be encoded: the file is not whole"
         )
 
@@ -263,8 +263,8 @@ def read_tekken(path: Path, content: dict[str, Any]) -> Ranks:
             if listed
             else _from(0, TEKKEN_SPECIAL)
         )
-        taken = set(special.values())
-        special |= {f"<SPECIAL_{i}>": i for i in range(num_special) if i not in taken}
+        used_ids = set(special.values())
+        special |= {f"<SPECIAL_{i}>": i for i in range(num_special) if i not in used_ids}
         tokens = content["vocab"][: size - num_special]  # more are in the file than are in use
         ranks = {
             base64.b64decode(token["token_bytes"]): int(token["rank"]) + num_special
@@ -284,13 +284,13 @@ QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 
 def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """Returns the (vocabulary, merges) to which a file belongs by its name; None = neither, or one
+    """(vocabulary, merges) to which a file belongs by its name; None = neither, or one
     is missing."""
     for ends in PAIRS:
         for end in ends:
             if path.name.endswith(end):
                 begin = path.name.removesuffix(end)
-                vocab, merges = (path.with_name(begin + each) for each in ends)
+                vocab, merges = (path.with_name(begin + suffix) for suffix in ends)
                 if vocab.is_file() and merges.is_file():
                     return vocab, merges
     return None
@@ -299,7 +299,7 @@ def pair_of(path: Path) -> tuple[Path, Path] | None:
 def byte_level(
     model: Any, pattern: str | None, *, normal_form: bool = False, add_prefix_space: bool = False
 ) -> Any:
-    """Returns a `tokenizers.Tokenizer` that splits text by a pattern and writes bytes as GPT-2
+    """A `tokenizers.Tokenizer` that splits text by a pattern and writes bytes as GPT-2
     does.
 
     Args:
@@ -323,7 +323,7 @@ def byte_level(
 
 
 def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
-    """Returns the `tokenizers.Tokenizer` of a pair.
+    """The `tokenizers.Tokenizer` of a pair.
 
     Text is split as the folder's `tokenizer_class` does, GPT-2's or Qwen2's; where none is named,
     the number of tokens says whether it is Qwen's.
@@ -367,11 +367,11 @@ def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
 
 
 def byte_signs() -> dict[int, str]:
-    """Returns the character with which GPT-2's vocabularies write each byte."""
+    """Character with which GPT-2's vocabularies write each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + i) for i, byte in enumerate(others)
+        byte: chr(256 + i) for i, byte in enumerate(unprintable)
     }
 
 
@@ -382,7 +382,7 @@ _CLASSES = re.compile(r"\\p\{\w+\}|\\s|\(\?i:")
 
 
 def may_hold_long_run(text: str) -> bool:
-    """Returns False where no RUN characters in a row are all blank or all not, for which tiktoken's
+    """False where no RUN characters in a row are all blank or all not, for which tiktoken's
     stack may end."""
     # each such run fills one of these windows
     half = re.compile(rf"\s{{{RUN // 2}}}|\S{{{RUN // 2}}}")
@@ -412,30 +412,34 @@ class TiktokenEngine:
         content = json.loads(model.to_str())
         pattern = _splitting(content)
         self._normal_form = content["normalizer"] is not None
-        self._added = [each["content"] for each in content["added_tokens"] if not each["special"]]
+        self._added = [
+            token["content"] for token in content["added_tokens"] if not token["special"]
+        ]
         self._encoding = tiktoken.Encoding(
             "tokenizer.json",
             pat_str=pattern,
             mergeable_ranks=_reached(content["model"]),
             special_tokens={},
         )
-        alone = {bytes([byte]): byte for byte in range(256)}
+        byte_ids = {bytes([byte]): byte for byte in range(256)}
         classes = [
-            "(?i:[a-z])" if each == "(?i:" else each
-            for each in sorted({*_CLASSES.findall(pattern)})
+            "(?i:[a-z])" if char_class == "(?i:" else char_class
+            for char_class in sorted({*_CLASSES.findall(pattern)})
         ]
         self._classes = [
             (
-                each,
-                tiktoken.Encoding("class", pat_str=each, mergeable_ranks=alone, special_tokens={}),
+                char_class,
+                tiktoken.Encoding(
+                    "class", pat_str=char_class, mergeable_ranks=byte_ids, special_tokens={}
+                ),
             )
-            for each in classes
+            for char_class in classes
         ]
         self._alike: set[str] = set()  # characters whose classes are the same in both
         self._differ: set[str] = set()
 
     def encode(self, text: str) -> list[int] | None:
-        """Returns the ids of a text; None = they may differ, as in a text with an added token or a
+        """Ids of a text; None = they may differ, as in a text with an added token or a
         very long run."""
         if may_hold_long_run(text) or any(token in text for token in self._added):
             return None
@@ -456,7 +460,7 @@ class TiktokenEngine:
 
         for pattern, encoding in self._classes:
             split = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
-            theirs = {letter for part, _ in split.pre_tokenize_str(letters) for letter in part}
+            theirs = {letter for piece, _ in split.pre_tokenize_str(letters) for letter in piece}
             self._differ |= theirs ^ set(bytes(encoding.encode_ordinary(letters)).decode())
         if self._normal_form:
             self._differ |= {letter for letter in letters if unicodedata.category(letter) == "Cn"}
@@ -464,7 +468,7 @@ class TiktokenEngine:
 
 
 def _splitting(content: dict[str, Any]) -> str:
-    """Returns the pattern by which a tokenizer.json splits text; a ValueError where that and
+    """Pattern by which a tokenizer.json splits text; a ValueError where that and
     merging is not all."""
     if content["normalizer"] not in (None, {"type": "NFC"}):
         raise ValueError(f"it changes text first ({content['normalizer']['type']})")
@@ -493,21 +497,27 @@ def _splitting(content: dict[str, Any]) -> str:
 
 
 def _reached(model: dict[str, Any]) -> dict[bytes, int]:
-    """Returns the tokens to which merges lead, with their ids; a ValueError where tiktoken may
+    """Tokens to which merges lead, with their ids; a ValueError where tiktoken may
     merge otherwise."""
     from tokenizers import models
 
     vocab: dict[str, int] = model["vocab"]
-    merges = [tuple(each.split(" ") if isinstance(each, str) else each) for each in model["merges"]]
-    if any(a > b for a, b in pairwise(vocab[left + right] for left, right in merges)):
+    merges = [
+        tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]
+    ]
+    if any(a > b for a, b in pairwise(vocab[first + second] for first, second in merges)):
         raise ValueError("its ids do not rise along its merges")
     bytes_of = {sign: byte for byte, sign in byte_signs().items()}
     if not bytes_of.keys() <= vocab.keys():
         raise ValueError("not all of the 256 bytes are tokens")
     spelled = [token for token in vocab if token and bytes_of.keys() >= set(token)]
     bpe = models.BPE(vocab, merges)
-    parts = {token: len(bpe.tokenize(token)) for token in spelled}
-    if model["ignore_merges"] and 2 in parts.values():
+    num_pieces = {token: len(bpe.tokenize(token)) for token in spelled}
+    if model["ignore_merges"] and 2 in num_pieces.values():
         raise ValueError("a token of its vocabulary has no merge")
-    kept = spelled if model["ignore_merges"] else [token for token in spelled if parts[token] == 1]
-    return {bytes(bytes_of[sign] for sign in token): vocab[token] for token in kept}
+    reachable = (
+        spelled
+        if model["ignore_merges"]
+        else [token for token in spelled if num_pieces[token] == 1]
+    )
+    return {bytes(bytes_of[sign] for sign in token): vocab[token] for token in reachable}

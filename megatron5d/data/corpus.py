@@ -32,7 +32,7 @@ class LineStream:
         self.path, self._disk, self._content = path, disk, content
 
     def read_lines(self, num_bytes: int) -> bytes:
-        """Returns about `num_bytes` of whole lines; b"" at the end. Raises ValueError: the
+        """About `num_bytes` of whole lines; b"" at the end. Raises ValueError: the
         compressed file is damaged or ends early."""
         try:
             return self._content.read(num_bytes) + self._content.readline()
@@ -42,12 +42,12 @@ class LineStream:
             ) from error
 
     def read_all(self) -> bytes:
-        """Returns the rest of the content. Raises ValueError: the compressed file is damaged or
+        """Rest of the content. Raises ValueError: the compressed file is damaged or
         ends early."""
         return b"".join(iter(lambda: self.read_lines(CHUNK), b""))
 
     def disk_position(self) -> int:
-        """Returns the bytes of the file on disk that have been read."""
+        """Bytes of the file on disk that have been read."""
         return self._disk.tell()
 
 
@@ -206,7 +206,7 @@ def kind_of(path: Path) -> str:
 def kinds_of(
     files: Sequence[Path], kind: str | None = None, keys: Sequence[str] = ("text",)
 ) -> list[str]:
-    """Returns the kind of each file.
+    """Kind of each file.
 
     Args:
         files: from `list_files`.
@@ -216,13 +216,13 @@ def kinds_of(
     Raises:
         ValueError: a file is of a kind that is not read, or a text although fields are named.
     """
-    found = [kind or kind_of(path) for path in files]
-    if list(keys) != ["text"] and "text" in found:
+    kinds = [kind or kind_of(path) for path in files]
+    if list(keys) != ["text"] and "text" in kinds:
         raise ValueError(
-            f"{files[found.index('text')]} is text, which has no field that --json-keys {' '.join(keys)} could name; "
+            f"{files[kinds.index('text')]} is text, which has no field that --json-keys {' '.join(keys)} could name; "
             "leave it out with --exclude, or say --kind jsonl"
         )
-    return found
+    return kinds
 
 
 def _is_object(line: bytes) -> bool:
@@ -235,7 +235,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """Returns a file name in lower case, without the suffixes of compression and of parts
+    """File name in lower case, without the suffixes of compression and of parts
     (`.jsonl.1`, `.zst`)."""
     return re.sub(r"(\.(gz|gzip|zst|zstd|xz|bz2|\d+))+$", "", name.lower())
 
@@ -246,7 +246,7 @@ def list_files(
     excludes: Sequence[str] = (),
     passed_over: list[Path] | None = None,
 ) -> list[Path]:
-    """Returns the files of a corpus, in the order of the inputs and sorted inside each folder, each
+    """Files of a corpus, in the order of the inputs and sorted inside each folder, each
     once.
 
     Args:
@@ -267,26 +267,26 @@ def list_files(
     """
     files: list[Path] = []
     unused = set(globs)
-    for each in inputs:
-        path = Path(each)
+    for entry in inputs:
+        path = Path(entry)
         if path.is_dir():
-            found = [
+            named = [
                 (n, f) for n, f in _files_below(path) if not _excluded(n, [*excludes, *JOURNALS])
             ]
-            unused -= {g for g in unused if any(_matches(name, g) for name, _ in found)}
-            taken = _taken([name for name, _ in found], globs)
-            if lost := [f for name, f in found if name in taken and not f.exists()]:
+            unused -= {g for g in unused if any(_matches(name, g) for name, _ in named)}
+            selected = _taken([name for name, _ in named], globs)
+            if lost := [f for name, f in named if name in selected and not f.exists()]:
                 raise ValueError(
-                    f"--input {each}: {lost[0]} is a link to nothing; --exclude leaves it out"
+                    f"--input {entry}: {lost[0]} is a link to nothing; --exclude leaves it out"
                 )
-            files += [f for name, f in found if name in taken]
+            files += [f for name, f in named if name in selected]
             if passed_over is not None:
-                passed_over += [f for name, f in found if name not in taken]
+                passed_over += [f for name, f in named if name not in selected]
         elif path.is_file():
             files.append(path)
         else:
-            raise ValueError(f"--input {each}: no such file or folder")
-    if unused and any(Path(each).is_dir() for each in inputs):
+            raise ValueError(f"--input {entry}: no such file or folder")
+    if unused and any(Path(entry).is_dir() for entry in inputs):
         raise ValueError(
             f"--input {' '.join(inputs)}: no files that match --glob {' '.join(sorted(unused))}"
         )
@@ -295,26 +295,26 @@ def list_files(
             f"--input {' '.join(inputs)}: no files that end in {', '.join(JSONL + PARQUET + TEXT)}, compressed or not; "
             "--glob says which names to take"
         )
-    once: dict[tuple[int, int], Path] = {}
+    unique: dict[tuple[int, int], Path] = {}
     for path in files:  # also behind links and under other names
-        once.setdefault((path.stat().st_dev, path.stat().st_ino), path)
-    return list(once.values())
+        unique.setdefault((path.stat().st_dev, path.stat().st_ino), path)
+    return list(unique.values())
 
 
 def _files_below(folder: Path) -> list[tuple[str, Path]]:
-    """Returns (path below it, path) of all files in a folder, sorted; links are followed, a folder
+    """(path below it, path) of all files in a folder, sorted; links are followed, a folder
     once on a way."""
-    found, trail = [], {os.fspath(folder): {folder.resolve()}}
-    for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
-        entered = trail.pop(place)
-        below = {name: Path(place, name).resolve() for name in folders}
+    paths, trail = [], {os.fspath(folder): {folder.resolve()}}
+    for directory, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        entered = trail.pop(directory)
+        below = {name: Path(directory, name).resolve() for name in folders}
         # a link to a folder above has no end
         folders[:] = [name for name in folders if below[name] not in entered]
-        trail |= {os.path.join(place, name): entered | {below[name]} for name in folders}
-        files = [Path(place, name) for name in names]
+        trail |= {os.path.join(directory, name): entered | {below[name]} for name in folders}
+        files = [Path(directory, name) for name in names]
         # no pipes; links to nothing are told
-        found += [file for file in files if file.is_file() or not file.exists()]
-    return sorted((file.relative_to(folder).as_posix(), file) for file in found)
+        paths += [file for file in files if file.is_file() or not file.exists()]
+    return sorted((file.relative_to(folder).as_posix(), file) for file in paths)
 
 
 def _refuse(error: OSError) -> None:
@@ -326,7 +326,7 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _taken(names: Sequence[str], globs: Sequence[str]) -> set[str]:
-    """Returns the files of a folder that are read; text beside jsonl or parquet describes them and
+    """Files of a folder that are read; text beside jsonl or parquet describes them and
     is left out, and hidden files and folders hold what programs keep for themselves, copies of the
     others too."""
     if globs:
@@ -340,7 +340,9 @@ def _taken(names: Sequence[str], globs: Sequence[str]) -> set[str]:
 
 
 def _excluded(name: str, excludes: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(part, e) for e in excludes for part in (name, *name.split("/")))
+    return any(
+        fnmatch.fnmatch(component, e) for e in excludes for component in (name, *name.split("/"))
+    )
 
 
 def units(

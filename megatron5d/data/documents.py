@@ -71,7 +71,7 @@ def documents(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
 
 
 def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
-    """Returns the document of a text file or of a line, whose first line has the number `line`."""
+    """Document of a text file or of a line, whose first line has the number `line`."""
     try:
         # a file may begin with a byte-order mark
         return (raw.decode("utf-8-sig" if line == 1 else "utf-8"),)
@@ -83,7 +83,7 @@ def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
 
 
 def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Document | BadLine:
-    """Returns the document of one jsonl line."""
+    """Document of one jsonl line."""
     try:
         record = json.loads(raw)
     except UnicodeDecodeError as error:
@@ -116,7 +116,7 @@ _MISSING = object()
 def _checked_texts(
     path: str, line: int, texts: list, keys: Sequence[str], present: Sequence[str] = ()
 ) -> Document | BadLine:
-    """Returns the values of the keys, if all are strings that UTF-8 can encode; `present` is for
+    """Values of the keys, if all are strings that UTF-8 can encode; `present` is for
     the message."""
     for key, text in zip(keys, texts):
         if text is _MISSING:
@@ -170,7 +170,7 @@ def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
 
 
 def _values(column) -> list:
-    """Returns the values of a column; a UnicodeDecodeError stands for a string that is not
+    """Values of a column; a UnicodeDecodeError stands for a string that is not
     UTF-8."""
     try:
         return column.to_pylist()
@@ -229,15 +229,15 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
     for k in range(len(recipe.json_keys)):
         encoded = tokenizer.encode_all([document[k] for document in read])
         if begin or end:
-            encoded = [[*begin, *found, *end] if found else [] for found in encoded]
-        lengths.append(np.array([len(each) for each in encoded], dtype=np.int64))
+            encoded = [[*begin, *text, *end] if text else [] for text in encoded]
+        lengths.append(np.array(list(map(len, encoded)), dtype=np.int64))
         ids.append(np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths[-1].sum())))
     return Tokenized(lengths, ids, bad)
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, eod: str | int | None, bos: str | int | None) -> Tokenizer:
-    """Returns the tokenizer, loaded once in each process: loading takes longer than tokenising many
+    """Tokenizer, loaded once in each process: loading takes longer than tokenising many
     units."""
     return load_tokenizer(path, eod, bos)
 

@@ -43,7 +43,7 @@ class Index:
 
 
 def index_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:
-    """Returns the 34 bytes at the beginning of an `.idx` file.
+    """34 bytes at the beginning of an `.idx` file.
 
     Args:
         dtype: of the token ids in `.bin`.
@@ -58,13 +58,13 @@ def index_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> byt
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype:
-    """Returns the id type Megatron's builder chooses: u16 below 65,500 ids (not 65,536), else
+    """Id type Megatron's builder chooses: u16 below 65,500 ids (not 65,536), else
     i32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def file_error(path: Path, byte: int, what: str) -> ValueError:
-    """Returns the error to raise about a data file, in the same form for all: file, byte, what is
+    """Error to raise about a data file, in the same form for all: file, byte, what is
     wrong."""
     return ValueError(f"{path}: byte {byte}: {what}")
 
@@ -138,7 +138,7 @@ def map_index(path: Path) -> Index:
 
 
 def _read_header(path: Path, head: bytes) -> tuple[np.dtype, int, int]:
-    """Returns the id dtype, number of sequences and number of document indices, from the first
+    """Id dtype, number of sequences and number of document indices, from the first
     bytes of a file."""
     if head.startswith(MAGIC_OF_OLD_FILES):
         raise file_error(

@@ -81,7 +81,7 @@ class IndexedDataset:
         return self.index.lengths
 
     def sequence_start(self, i: int) -> int:
-        """Returns where sequence `i` begins in the concatenated stream, in tokens; num_sequences
+        """Where sequence `i` begins in the concatenated stream, in tokens; num_sequences
         gives the end."""
         return (
             int(self.index.pointers[i]) // self.dtype.itemsize
@@ -90,7 +90,7 @@ class IndexedDataset:
         )
 
     def document_start(self, i: int) -> int:
-        """Returns where document `i` begins in the concatenated stream, in tokens; `i` =
+        """Where document `i` begins in the concatenated stream, in tokens; `i` =
         num_documents gives the end. Raises ValueError: the index is damaged."""
         first = int(self.index.document_indices[i])
         if not 0 <= first <= self.num_sequences:
@@ -100,7 +100,7 @@ class IndexedDataset:
         return self.sequence_start(first)
 
     def document(self, i: int) -> np.ndarray:
-        """Returns the ids of document `i`.
+        """Ids of document `i`.
 
         Returns `[tokens]` in the file's dtype, read-only. Raises IndexError: there is no such
         document. Raises
@@ -112,7 +112,7 @@ class IndexedDataset:
         return self.tokens(start, self.document_start(i + 1) - start)
 
     def tokens(self, start: int, count: int) -> np.ndarray:
-        """Returns a stretch of the concatenated documents.
+        """Stretch of the concatenated documents.
 
         Returns `[count]` in the file's dtype, read-only. Raises IndexError: the stretch leaves the
         file. Raises
@@ -143,7 +143,7 @@ class IndexedDataset:
             )
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
-        """Returns where documents begin inside a stretch of the concatenated documents.
+        """Where documents begin inside a stretch of the concatenated documents.
 
         Returns int64 offsets from `start`, rising, each in 1 … count−1 (the stretch's own beginning
         is not listed).

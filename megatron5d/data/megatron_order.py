@@ -102,7 +102,7 @@ def _shuffle_parts(index: np.ndarray, border: int, random: np.random.RandomState
 def _cut_samples(
     lengths: np.ndarray, document_index: np.ndarray, seq_len: int, total: int
 ) -> np.ndarray:
-    """Returns the sample index: where token j·seq_len of the shuffled stream is, for each sample j
+    """Sample index: where token j·seq_len of the shuffled stream is, for each sample j
     and the end."""
     lengths = lengths.astype(np.int32)  # aligned
     ends = np.cumsum(lengths.take(document_index, mode="clip"), dtype=np.int64)
@@ -135,18 +135,18 @@ class MegatronStream:
         self.num_samples = len(order.shuffle_index)
 
     def tokens(self, k: int) -> np.ndarray:
-        """Returns the ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
+        """Ids of sample `k`, `[seq_len + 1]` in the file's dtype."""
         return np.concatenate(
             [self.dataset.tokens(start, count) for start, count in self._pieces(k)]
         )
 
     def document_starts(self, k: int) -> np.ndarray:
-        """Returns the offsets in sample `k` at which a document begins, int64, each at least 1."""
+        """Offsets in sample `k` at which a document begins, int64, each at least 1."""
         counts = [count for _, count in self._pieces(k)]
         return np.cumsum(counts[:-1], dtype=np.int64)
 
     def _pieces(self, k: int) -> list[tuple[int, int]]:
-        """Returns (first token in the file, number of tokens) of each sequence that the sample
+        """(first token in the file, number of tokens) of each sequence that the sample
         takes tokens from."""
         self.dataset.check_index()
         j = int(self.order.shuffle_index[k])
@@ -263,7 +263,7 @@ STATES = 1 << 14  # of lanes and datasets that are computed side by side
 
 
 def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> list[int]:
-    """Returns the samples that Megatron requests from each dataset of a blend.
+    """Samples that Megatron requests from each dataset of a blend.
 
     Args:
         weights: one per dataset, normalized.
@@ -273,7 +273,7 @@ def megatron_sizes(weights: Sequence[float], num_samples: int, surplus: float) -
 
 
 def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1),
+    """Megatron's mixture: sample i comes from the dataset furthest below weight·max(i, 1),
     the first of equals.
 
     Many stretches are computed side by side. The rule forgets where it began, within a few samples:
@@ -289,13 +289,13 @@ def megatron_blend(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.
         dataset of each sample int16 `[size]` (int32 beyond Megatron's 32,767 datasets), its number
         within the dataset int64 `[size]`.
     """
-    shares, taken = np.array(weights, np.float64), np.zeros(len(weights))
+    shares, counts = np.array(weights, np.float64), np.zeros(len(weights))
     datasets = np.empty(size, np.int16 if len(weights) <= np.iinfo(np.int16).max else np.int32)
     numbers = np.empty(size, np.int64)
     stride = LANE * max(1, STATES // len(weights))
     for begin in range(0, size, stride):
-        part = slice(begin, min(begin + stride, size))
-        taken = _blend_part(shares, taken, begin, datasets[part], numbers[part])
+        chunk = slice(begin, min(begin + stride, size))
+        counts = _blend_part(shares, counts, begin, datasets[chunk], numbers[chunk])
     return datasets, numbers
 
 
@@ -305,43 +305,43 @@ def _blend_part(
     """Fills a part of a blend from sample `begin` on, when `before` are taken; returns what is
     after it."""
     first = np.arange(begin, begin + len(datasets), LANE)
-    taken = _near(shares, first - WARM_UP)
-    taken[:, 1:] = _run_lanes(shares, taken[:, 1:], first[1:] - WARM_UP, WARM_UP)[2]
-    taken[:, 0] = before
-    found, ends = np.empty((2, len(first), LANE), np.int64), taken.copy()
+    counts = _near(shares, first - WARM_UP)
+    counts[:, 1:] = _run_lanes(shares, counts[:, 1:], first[1:] - WARM_UP, WARM_UP)[2]
+    counts[:, 0] = before
+    sampled, ends = np.empty((2, len(first), LANE), np.int64), counts.copy()
     # lanes to compute: all, then those that did not begin where the one before ended
     wrong = np.arange(len(first))
     while len(wrong):
-        *choices, ends[:, wrong] = _run_lanes(shares, taken[:, wrong], first[wrong], LANE)
-        found[:, wrong] = np.transpose(choices, (0, 2, 1))
-        wrong = 1 + np.flatnonzero((taken[:, 1:] != ends[:, :-1]).any(0))
-        taken[:, wrong] = ends[:, wrong - 1]
-    datasets[:], numbers[:] = found.reshape(2, -1)[:, : len(datasets)]
+        *choices, ends[:, wrong] = _run_lanes(shares, counts[:, wrong], first[wrong], LANE)
+        sampled[:, wrong] = np.transpose(choices, (0, 2, 1))
+        wrong = 1 + np.flatnonzero((counts[:, 1:] != ends[:, :-1]).any(0))
+        counts[:, wrong] = ends[:, wrong - 1]
+    datasets[:], numbers[:] = sampled.reshape(2, -1)[:, : len(datasets)]
     return ends[:, -1]
 
 
 def _near(shares: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Returns samples of each dataset that may have been taken before each sample of `at`: exact
+    """Samples of each dataset that may have been taken before each sample of `at`: exact
     shares, rounded."""
     exact = shares[:, None] * at
-    taken = np.floor(exact)
-    rank = np.argsort(np.argsort(taken - exact, axis=0, kind="stable"), axis=0)
-    return taken + (rank < at - taken.sum(0))
+    counts = np.floor(exact)
+    rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)
+    return counts + (rank < at - counts.sum(0))
 
 
 def _run_lanes(
-    shares: np.ndarray, taken: np.ndarray, first: np.ndarray, count: int
+    shares: np.ndarray, counts: np.ndarray, first: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns datasets and numbers of `count` samples from each of `first` on, and what is taken
+    """Datasets and numbers of `count` samples from each of `first` on, and what is taken
     after them."""
-    taken = taken.copy()
+    counts = counts.copy()
     datasets, numbers = np.empty((2, count, len(first)), np.int64)
     # flat: a view
-    flat, lanes, lags = taken.reshape(-1), np.arange(len(first)), np.empty_like(taken)
+    flat, lanes, lags = counts.reshape(-1), np.arange(len(first)), np.empty_like(counts)
     for i in range(count):
         np.multiply(shares[:, None], np.maximum(first + i, 1), out=lags)
-        lags -= taken
-        place = lags.argmax(axis=0, out=datasets[i]) * len(first) + lanes
-        numbers[i] = before = flat[place]
-        flat[place] = before + 1
-    return datasets, numbers, taken
+        lags -= counts
+        index = lags.argmax(axis=0, out=datasets[i]) * len(first) + lanes
+        numbers[i] = before = flat[index]
+        flat[index] = before + 1
+    return datasets, numbers, counts

@@ -78,7 +78,7 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """Returns the summary if this job is done and its token files are whole, else None. Raises
+        """Summary if this job is done and its token files are whole, else None. Raises
         ValueError: another job has written its output here."""
         if self.path.exists():
             return None
@@ -103,7 +103,7 @@ class Journal:
         return summary
 
     def resume(self) -> Progress:
-        """Returns the progress of this job: what the journal says, or nothing done where there is
+        """Progress of this job: what the journal says, or nothing done where there is
         no journal. Raises
         ValueError: an unfinished run of another job is at the prefix."""
         if not self.path.exists():
@@ -137,7 +137,7 @@ class Journal:
 
 
 def _read(path: Path) -> dict:
-    """Returns the content of a journal or summary. Raises ValueError: it is damaged."""
+    """Content of a journal or summary. Raises ValueError: it is damaged."""
     try:
         return parse_json(path.read_bytes())
     except ValueError as error:
@@ -169,16 +169,19 @@ class Job:
         return kinds_of(self.files, self.kind, self.recipe.json_keys)
 
     def outputs(self) -> list[list[str]]:
-        """Returns the prefixes to write: for each json key [all], or [train, valid]."""
+        """Prefixes to write: for each json key [all], or [train, valid]."""
         keys = self.recipe.json_keys
         names = [self.prefix] if len(keys) == 1 else [f"{self.prefix}_{key}" for key in keys]
         return [
-            [name + part for part in (["_train", "_valid"] if self.valid_fraction > 0 else [""])]
+            [
+                name + suffix
+                for suffix in (["_train", "_valid"] if self.valid_fraction > 0 else [""])
+            ]
             for name in names
         ]
 
     def fingerprint(self, eod: int | None, bos: int | None) -> str:
-        """Returns a hash of the inputs and settings that change the result; `eod`, `bos` as the
+        """Hash of the inputs and settings that change the result; `eod`, `bos` as the
         tokenizer has them."""
         files = [
             (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
@@ -193,12 +196,12 @@ class Job:
         settings = [files, recipe, tokenizer, eod, self.text_per, self.valid_fraction, *first]
         # files whose kind their name did not tell older versions, which took them for text
         known = re.compile(r".*\.(jsonl?(\.gz|\.zst)?|parquet)", re.IGNORECASE)
-        told = [
+        files_as_text = [
             str(p)
             for p, kind in zip(self.files, self.kinds)
             if kind != "text" and not known.fullmatch(p.name)
         ]
-        text = json.dumps([*settings, told] if told else settings)
+        text = json.dumps([*settings, files_as_text] if files_as_text else settings)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -236,7 +239,7 @@ def preprocess(
     """
     started = time.monotonic()
     tokenizer = _opened(job.recipe, reporting)
-    outputs = [prefix for parts in job.outputs() for prefix in parts]
+    outputs = [prefix for prefixes in job.outputs() for prefix in prefixes]
     journal = Journal(job.prefix, job.fingerprint(tokenizer.eod, tokenizer.bos), outputs)
     if overwrite:
         journal.discard()
@@ -321,10 +324,13 @@ def _write(
         --valid-fraction means.
     """
     writers = [
-        [IndexedWriter(prefix, dtype, resume_at=progress.written.get(prefix)) for prefix in parts]
-        for parts in job.outputs()
+        [
+            IndexedWriter(prefix, dtype, resume_at=progress.written.get(prefix))
+            for prefix in prefixes
+        ]
+        for prefixes in job.outputs()
     ]
-    all_writers = [writer for parts in writers for writer in parts]
+    all_writers = [writer for prefixes in writers for writer in prefixes]
     last_save, fraction = time.monotonic(), progress.draw or job.valid_fraction
 
     def save() -> None:
@@ -379,7 +385,7 @@ def _count(progress: Progress, result: Tokenized, skip_bad: bool, reporting: Rep
 
 
 def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
-    """Returns whether each of the documents first … first+count−1 belongs to the validation part,
+    """Whether each of the documents first … first+count−1 belongs to the validation part,
     bool `[count]`."""
     if fraction <= 0:
         return np.zeros(count, dtype=bool)
@@ -391,7 +397,7 @@ def _held_out(first: int, count: int, fraction: float) -> np.ndarray:
 
 
 def better_fraction(documents: int, fraction: float) -> float | None:
-    """Returns a fraction that holds out the share of the documents that `fraction` means, where
+    """Fraction that holds out the share of the documents that `fraction` means, where
     that is far from it.
 
     Documents are drawn by their running number, while their total is unknown. Of few documents that
@@ -400,21 +406,21 @@ def better_fraction(documents: int, fraction: float) -> float | None:
 
     Returns A fraction; None where no better one is needed, or there are no two documents.
     """
-    wanted = min(max(1, round(fraction * documents)), documents - 1)
+    num_valid = min(max(1, round(fraction * documents)), documents - 1)
     if not fraction or documents < 2 or documents > NEVER_UNLUCKY / fraction:
         return None
     drawn = sorted(hash_key(VALID_KEY, number) / 2**64 for number in range(documents))
-    if abs(sum(share < fraction for share in drawn) - wanted) <= wanted * UNLUCKY:
+    if abs(sum(share < fraction for share in drawn) - num_valid) <= num_valid * UNLUCKY:
         return None
-    low, high = drawn[wanted - 1], drawn[wanted]
+    low, high = drawn[num_valid - 1], drawn[num_valid]
     return (low + high) / 2
 
 
 def _append(writers: list[list[IndexedWriter]], result: Tokenized, held_out: np.ndarray) -> None:
     """Appends the documents of a unit that are not empty, each to the writer of its json key and
     part."""
-    for parts, ids, lengths in zip(writers, result.ids, result.lengths):
-        for part, writer in enumerate(parts):
-            mine = held_out == bool(part)
-            kept = lengths[mine]
-            writer.add_documents(ids[np.repeat(mine, lengths)], kept[kept > 0])
+    for split_writers, ids, lengths in zip(writers, result.ids, result.lengths):
+        for index, writer in enumerate(split_writers):
+            is_mine = held_out == bool(index)
+            my_lengths = lengths[is_mine]
+            writer.add_documents(ids[np.repeat(is_mine, lengths)], my_lengths[my_lengths > 0])

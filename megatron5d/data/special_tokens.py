@@ -34,7 +34,7 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file of settings; {} where there is none. Raises ValueError: it
+    """Content of a JSON file of settings; {} where there is none. Raises ValueError: it
     is no JSON object."""
     try:
         return parse_json(path.read_bytes()) if path.is_file() else {}
@@ -43,7 +43,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """Returns a token in any of its forms: the string itself, or an object with its content."""
+    """Token in any of its forms: the string itself, or an object with its content."""
     return str(token.get("content") or "") if isinstance(token, dict) else str(token or "")
 
 
@@ -68,28 +68,28 @@ class FilesBeside:
         return tokens | legacy if "added_tokens_decoder" in self.config else legacy | tokens
 
     def added(self) -> dict[str, int]:
-        """Returns the tokens with their ids that tokenizer_config.json and added_tokens.json add to
+        """Tokens with their ids that tokenizer_config.json and added_tokens.json add to
         the vocabulary. Raises ValueError: an id is no number."""
         file = self.path.with_name("added_tokens.json")
         try:
-            found = {str(token): int(i) for token, i in read_object(file).items()}
+            tokens = {str(token): int(i) for token, i in read_object(file).items()}
             file = self.path.with_name("tokenizer_config.json")
             decoder = self.config.get("added_tokens_decoder") or {}
-            return found | {_text(token): int(i) for i, token in decoder.items()}
+            return tokens | {_text(token): int(i) for i, token in decoder.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file}: tokens and ids of added tokens cannot be read: {error}"
             ) from error
 
     def special(self) -> set[str]:
-        """Returns every token that has a role."""
-        found: set[str] = set()
+        """Every token that has a role."""
+        tokens: set[str] = set()
         for content in self._maps.values():
-            found.update(_text(content.get(f"{role}_token")) for role in ROLES)
+            tokens.update(_text(content.get(f"{role}_token")) for role in ROLES)
             for key in ("additional_special_tokens", "extra_special_tokens"):
                 listed = content.get(key) or []
-                found.update(map(_text, listed.values() if isinstance(listed, dict) else listed))
-        return found - {""}
+                tokens.update(map(_text, listed.values() if isinstance(listed, dict) else listed))
+        return tokens - {""}
 
     def named(self, role: str) -> Iterator[tuple[str, str]]:
         """Yields (file, token) of each file that names the token of a role, "eos" or "bos"."""
@@ -112,36 +112,36 @@ class FilesBeside:
                     yield str(self.path.with_name(name)), number
 
     def has_no_bos(self) -> bool:
-        """Returns whether tokenizer_config.json says that no token begins a text."""
+        """Whether tokenizer_config.json says that no token begins a text."""
         return "bos_token" in self.config and not any(self.named("bos"))
 
 
 def special_names(known: Iterable[str], beside: FilesBeside) -> set[str]:
-    """Returns the tokens of a vocabulary that by name or role stand for no text, whatever their own
+    """Tokens of a vocabulary that by name or role stand for no text, whatever their own
     file says."""
     named = {*EOD_NAMES, *BOS_NAMES, *beside.special()}
     return {name for name in known if name in named or _CONTROL.fullmatch(name)}
 
 
-def asked_for(path: Path, wanted: str | int, known: Mapping[str, int], what: str) -> int:
-    """Returns the id of the token that a user names. Raises ValueError: it is not in the
+def asked_for(path: Path, requested: str | int, known: Mapping[str, int], what: str) -> int:
+    """Id of the token that a user names. Raises ValueError: it is not in the
     vocabulary."""
     try:
-        number = int(wanted)  # digits are an id, even if they are a token as well
+        number = int(requested)  # digits are an id, even if they are a token as well
     except ValueError:
-        number = known.get(str(wanted), -1)
+        number = known.get(str(requested), -1)
     if number not in known.values():
         usual = [name for name in (*EOD_NAMES, *BOS_NAMES) if name in known]
         raise ValueError(
-            f"{path}: {what} token {wanted!r} is not in the vocabulary; it has {usual}"
+            f"{path}: {what} token {requested!r} is not in the vocabulary; it has {usual}"
         )
     return number
 
 
 def end_of_document(
-    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], own: int | None
+    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], model_id: int | None
 ) -> int | None:
-    """Returns the id of the token that ends a document.
+    """Id of the token that ends a document.
 
     Args:
         beside: the files in the tokenizer's folder.
@@ -165,8 +165,8 @@ def end_of_document(
                 f"{source}: eos_token {name!r} is not in the vocabulary of {beside.path.name}; {fix}"
             )
         return known[name]
-    if own is not None:
-        return own
+    if model_id is not None:
+        return model_id
     for source, number in beside.numbered("eos"):
         if number in special:
             return number
@@ -176,9 +176,9 @@ def end_of_document(
 
 
 def begin_of_document(
-    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], own: int | None
+    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], model_id: int | None
 ) -> int | None:
-    """Returns the id of the token that begins a document, found as `end_of_document` is; None =
+    """Id of the token that begins a document, found as `end_of_document` is; None =
     there is none.
 
     What does not exist is passed over, since few runs use this token.
@@ -188,4 +188,6 @@ def begin_of_document(
     names = [known[name] for _, name in beside.named("bos") if name in known]
     numbers = [number for _, number in beside.numbered("bos") if number in special]
     usual = [known[name] for name in BOS_NAMES if name in known]
-    return next(iter([*names, *([own] if own is not None else []), *numbers, *usual]), None)
+    return next(
+        iter([*names, *([model_id] if model_id is not None else []), *numbers, *usual]), None
+    )

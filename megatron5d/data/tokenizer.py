@@ -99,8 +99,8 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
     file = tokenizer_file(path)
     pair = pair_of(file)
     if pair is not None:
-        for part in pair:
-            _head(part, MISTAKEN[:-1])
+        for member in pair:
+            _head(member, MISTAKEN[:-1])
         return HuggingFaceTokenizer(pair[0], eod, bos, pair[1])
     head = _head(file)
     if head.lstrip()[:1] == b"{":
@@ -113,7 +113,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
 
 
 def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes:
-    """Returns the first bytes of a file."""
+    """First bytes of a file."""
     with file.open("rb") as opened:
         head = opened.read(4096)
     if not head:
@@ -125,7 +125,7 @@ def _head(file: Path, mistaken: Sequence[tuple[bytes, str]] = MISTAKEN) -> bytes
 
 
 def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
-    """Returns the tokenizer in a JSON file whose beginning does not say which kind it is."""
+    """Tokenizer in a JSON file whose beginning does not say which kind it is."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -145,7 +145,7 @@ def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """Returns the file that `load_tokenizer` would read: `path` itself, or the one inside a folder. Raises ValueError:
+    """File that `load_tokenizer` would read: `path` itself, or the one inside a folder. Raises ValueError:
     there is no such file."""
     path = Path(path)
     if path.is_dir():
@@ -167,16 +167,16 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_digest(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of the file that `load_tokenizer` would read, or of both files of a
+    """SHA-256 of the file that `load_tokenizer` would read, or of both files of a
     pair."""
     file = tokenizer_file(path)
     return hashlib.sha256(
-        b"".join(part.read_bytes() for part in pair_of(file) or [file])
+        b"".join(member.read_bytes() for member in pair_of(file) or [file])
     ).hexdigest()
 
 
 def changes_text(tokenizer: Tokenizer) -> list[str]:
-    """Returns what the tokenizer does not keep of a text, in words; [] = it keeps all that is tried
+    """What the tokenizer does not keep of a text, in words; [] = it keeps all that is tried
     here."""
     tried = {
         "line breaks": "a\nb",
@@ -190,7 +190,7 @@ def changes_text(tokenizer: Tokenizer) -> list[str]:
 
 
 def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
-    """Returns whether a text that spells a token gets its id, so that it does not only stand where
+    """Whether a text that spells a token gets its id, so that it does not only stand where
     it was put."""
     return any(
         number in _encoded(tokenizer, text)
@@ -199,7 +199,7 @@ def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the ids of a text; none where the tokenizer has none, and no token for what is
+    """Ids of a text; none where the tokenizer has none, and no token for what is
     unknown."""
     try:
         return tokenizer.encode(text)
@@ -219,19 +219,19 @@ class Tokenizer:
     _names: dict[int, str]
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text."""
+        """Ids of a text."""
         raise NotImplementedError
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids that `encode` does; may take seconds to begin, and less for each text."""
+        """Ids that `encode` does; may take seconds to begin, and less for each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids."""
+        """Text of ids."""
         raise NotImplementedError
 
     def token(self, number: int) -> str:
-        """Returns how a token is written in the vocabulary."""
+        """How a token is written in the vocabulary."""
         return self._names[number]
 
     def _name_tokens(
@@ -239,8 +239,8 @@ class Tokenizer:
         beside: FilesBeside,
         known: dict[str, int],
         special: Collection[int],
-        asked: tuple[Asked, Asked],
-        own: tuple[int | None, int | None] = (None, None),
+        requested: tuple[Asked, Asked],
+        model_ids: tuple[int | None, int | None] = (None, None),
     ) -> None:
         """Fills the fields.
 
@@ -253,14 +253,14 @@ class Tokenizer:
         """
         self._names = {number: name for name, number in known.items()}
         self.vocab_size = max(self._names, default=-1) + 1
-        path, (eod, bos) = beside.path, asked
+        path, (eod, bos) = beside.path, requested
         self.eod, self.bos = (
             find(beside, known, special, named)
             if token is None
             else asked_for(path, token, known, what)
             for find, named, token, what in (
-                (end_of_document, own[0], eod, "end-of-document"),
-                (begin_of_document, own[1], bos, "begin-of-text"),
+                (end_of_document, model_ids[0], eod, "end-of-document"),
+                (begin_of_document, model_ids[1], bos, "begin-of-text"),
             )
         )
 
@@ -319,13 +319,13 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids if int(i) < self._size])
 
     def serialized(self) -> bytes:
-        """Returns the model as it encodes: symbols that are never read from text are control
+        """Model as it encodes: symbols that are never read from text are control
         symbols here."""
         return self._model.serialized_model_proto()
 
 
 def _never_read(model: bytes, piece: str) -> bytes:
-    """Returns a serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL
+    """Serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL
     symbol.
 
     The first kind is found in text, the second never. A message of a piece is: 1, its length and
@@ -372,12 +372,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.no_truncation()
         self._model.no_padding()
         known = self._model.get_vocab(with_added_tokens=True)
-        taken = set(known.values())
+        used_ids = set(known.values())
         known |= {
-            token: i for token, i in beside.added().items() if token not in known and i not in taken
+            token: i
+            for token, i in beside.added().items()
+            if token not in known and i not in used_ids
         }
         listed = self._model.get_added_tokens_decoder()
-        added = set(listed) | (set(known.values()) - taken)
+        added = set(listed) | (set(known.values()) - used_ids)
         unread = special_names(known, beside)
         self._name_tokens(beside, known, added | {known[name] for name in unread}, (eod, bos))
         unread |= {self._names[i] for i in (self.eod, self.bos) if i is not None}
@@ -390,20 +392,20 @@ class HuggingFaceTokenizer(Tokenizer):
                 if known[name] in listed
                 else not text_may_hold(self, known[name])
             )
-            and known[name] in taken
+            and known[name] in used_ids
         ]
         self._model.add_special_tokens(marked)
         begins = self._model.encode("", add_special_tokens=True).ids[:1]
-        wanted = merges is not None and bool(beside.config.get("add_bos_token"))
-        self.adds_bos = self.bos is not None and (begins == [self.bos] or wanted)
+        adds_bos = merges is not None and bool(beside.config.get("add_bos_token"))
+        self.adds_bos = self.bos is not None and (begins == [self.bos] or adds_bos)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         fast = self._fast
-        found = [None if isinstance(fast, str) else fast.encode(text) for text in texts]
-        return [self.encode(text) if ids is None else ids for text, ids in zip(texts, found)]
+        encodings = [None if isinstance(fast, str) else fast.encode(text) for text in texts]
+        return [self.encode(text) if ids is None else ids for text, ids in zip(texts, encodings)]
 
     @cached_property
     def _fast(self) -> TiktokenEngine | str:
@@ -440,31 +442,31 @@ class TiktokenTokenizer(Tokenizer):
                 f"{path} needs the package tiktoken: pip install 'megatron5d[data]'"
             ) from error
         beside = FilesBeside(path)
-        self.ranks = found = read_ranks(path) if tekken is None else read_tekken(path, tekken)
-        special = found.special
+        self.ranks = ranks = read_ranks(path) if tekken is None else read_tekken(path, tekken)
+        special = ranks.special
         try:
             self._model = tiktoken.Encoding(
                 path.stem,
-                pat_str=found.pattern,
-                mergeable_ranks=found.ranks,
+                pat_str=ranks.pattern,
+                mergeable_ranks=ranks.ranks,
                 special_tokens=special,
             )
         except ValueError as error:
             raise ValueError(
-                f"{path}: the pattern {found.pattern!r} cannot be used: {error}"
+                f"{path}: the pattern {ranks.pattern!r} cannot be used: {error}"
             ) from error
         self._special = set(special.values())
         plain = {}
         if (eod, bos) != (None, None):
-            plain = {token.decode("utf-8", "replace"): rank for token, rank in found.ranks.items()}
+            plain = {token.decode("utf-8", "replace"): rank for token, rank in ranks.ranks.items()}
         self._name_tokens(beside, {**plain, **special}, self._special, (eod, bos))
         self.vocab_size = self._model.n_vocab
-        self.adds_bos = found.adds_bos and self.bos is not None
+        self.adds_bos = ranks.adds_bos and self.bos is not None
 
     def encode(self, text: str) -> list[int]:
         if self.ranks.normal_form:
             text = unicodedata.normalize("NFC", text)
-        return [i for part in _without_long_runs(text) for i in self._model.encode_ordinary(part)]
+        return [i for piece in _without_long_runs(text) for i in self._model.encode_ordinary(piece)]
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([int(i) for i in ids if int(i) not in self._special])

@@ -65,7 +65,7 @@ _UNIGRAM, _BPE = 1, 2  # types of sentencepiece's models
 
 
 def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) -> dict[str, str]:
-    """Returns the files of a tokenizer, checked to give the ids of training.
+    """Files of a tokenizer, checked to give the ids of training.
 
     Args:
         source: a file or folder that `load_tokenizer` reads.
@@ -108,14 +108,14 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
 
 
 def special_tokens(source: Path) -> dict[str, int]:
-    """Returns the tokens of a tokenizer that never come of text, such as those of chat templates,
+    """Tokens of a tokenizer that never come of text, such as those of chat templates,
     with their ids."""
     added = _backend(tokenizer_file(source)).get_added_tokens_decoder()
     return {token.content: i for i, token in added.items()}
 
 
 def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | None]:
-    """Returns special tokens for a folder that names none: those of a sentencepiece model, or what
+    """Special tokens for a folder that names none: those of a sentencepiece model, or what
     ended documents."""
     end, begin = (None if i is None else backend.id_to_token(i) for i in (ours.eod, ours.bos))
     if not isinstance(ours, SentencePieceTokenizer):
@@ -128,7 +128,7 @@ def _usual_tokens(file: Path, ours: Tokenizer, backend: Any) -> dict[str, str | 
 
 
 def _backend(file: Path) -> Any:
-    """Returns a `tokenizers.Tokenizer` of a tokenizer file."""
+    """A `tokenizers.Tokenizer` of a tokenizer file."""
     try:
         import tokenizers
     except ImportError as error:
@@ -142,10 +142,10 @@ def _backend(file: Path) -> Any:
         return _from_ranks(ours.ranks)
     if pair := pair_of(file):
         return _from_pair(pair, ours)
-    whole = tokenizers.Tokenizer.from_file(str(file))
-    whole.no_truncation()
-    whole.no_padding()
-    return whole
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _from_pair(pair: tuple[Path, Path], ours: Tokenizer) -> Any:
@@ -170,17 +170,17 @@ def _with_added(backend: Any, file: Path) -> Any:
     added_tokens_decoder."""
     from tokenizers import AddedToken
 
-    wanted = {
+    expected = {
         i: AddedToken(name, normalized=False)
         for name, i in read_object(file.parent / SIDE_FILES[1]).items()
     }
     for i, token in read_object(file.parent / SETTINGS).get("added_tokens_decoder", {}).items():
-        wanted[int(i)] = AddedToken(**token)
-    for i, token in sorted(wanted.items()):
+        expected[int(i)] = AddedToken(**token)
+    for i, token in sorted(expected.items()):
         backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
-        if (found := backend.token_to_id(token.content)) != i:
+        if (actual := backend.token_to_id(token.content)) != i:
             raise ValueError(
-                f"{file.parent} gives the token {token.content!r} id {i}, and with {file.name} it becomes {found}: a "
+                f"{file.parent} gives the token {token.content!r} id {i}, and with {file.name} it becomes {actual}: a "
                 "tokenizer.json made by transformers, of the same folder, can leave instead"
             )
     return backend
@@ -211,11 +211,15 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
 
     proto = _proto(file, ours)
     kind, rules, pieces = proto.trainer_spec.model_type, proto.normalizer_spec, proto.pieces
-    own = sorted((each.piece for each in pieces if each.type == _USER), key=len, reverse=True)
+    user_defined = sorted(
+        (piece.piece for piece in pieces if piece.type == _USER), key=len, reverse=True
+    )
     if kind == _BPE:
-        unknown = next((each.piece for each in pieces if each.type == _UNKNOWN), None)
-        merges = _merges({each.piece: -each.score for each in pieces if each.type == _LEARNED}, len)
-        ids = {each.piece: i for i, each in enumerate(pieces)}
+        unknown = next((piece.piece for piece in pieces if piece.type == _UNKNOWN), None)
+        merges = _merges(
+            {piece.piece: -piece.score for piece in pieces if piece.type == _LEARNED}, len
+        )
+        ids = {piece.piece: i for i, piece in enumerate(pieces)}
         fallback = proto.trainer_spec.byte_fallback
         model: Any = models.BPE(
             ids,
@@ -223,11 +227,11 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=fallback,
-            ignore_merges=bool(own),
+            ignore_merges=bool(user_defined),
         )
     elif kind == _UNIGRAM:
-        scores = [(each.piece, each.score) for each in pieces]
-        unknown = next((i for i, each in enumerate(pieces) if each.type == _UNKNOWN), None)
+        scores = [(piece.piece, piece.score) for piece in pieces]
+        unknown = next((i for i, piece in enumerate(pieces) if piece.type == _UNKNOWN), None)
         model = models.Unigram(
             scores, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback
         )
@@ -246,7 +250,11 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
         ]
     steps += [normalizers.Prepend(BLANK)] if rules.add_dummy_prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", BLANK)])
-    splits = [pre_tokenizers.Split(Regex("|".join(map(_literal, own))), "isolated")] if own else []
+    splits = (
+        [pre_tokenizers.Split(Regex("|".join(map(_literal, user_defined))), "isolated")]
+        if user_defined
+        else []
+    )
     if kind == _UNIGRAM:  # a text that spells the name of a byte is no byte
         splits.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"))
     if splits:
@@ -255,7 +263,7 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
     backend.decoder = decoders.Sequence(
         [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    special = [each.piece for each in pieces if each.type in (_CONTROL, _UNKNOWN)]
+    special = [piece.piece for piece in pieces if piece.type in (_CONTROL, _UNKNOWN)]
     backend.add_special_tokens(
         [AddedToken(piece, normalized=False, special=True) for piece in special]
     )
@@ -264,7 +272,7 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
 
 
 def _literal(text: str) -> str:
-    """Returns a regular expression for a text, in every dialect."""
+    """Regular expression for a text, in every dialect."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -276,39 +284,38 @@ def _add_ends(backend: Any, folder: Path, spec: Any) -> None:
     settings = read_object(folder / SETTINGS)
     # which adds <s> unless told otherwise
     by_class = str(settings.get("tokenizer_class")).startswith("Llama")
-    asked = ((spec.bos_id, "add_bos_token", by_class), (spec.eos_id, "add_eos_token", False))
+    rules = ((spec.bos_id, "add_bos_token", by_class), (spec.eos_id, "add_eos_token", False))
     first, last = (
         [backend.id_to_token(i)] if i >= 0 and settings.get(key, usual) else []
-        for i, key, usual in asked
+        for i, key, usual in rules
     )
     if first or last:
-        single, second = [*first, "$A", *last], [f"{part}:1" for part in (*first, "$B", *last)]
+        single, second = [*first, "$A", *last], [f"{token}:1" for token in (*first, "$B", *last)]
         tokens = [(token, backend.token_to_id(token)) for token in {*first, *last}]
         backend.post_processor = TemplateProcessing(single, single + second, tokens)
 
 
 def _merges(ranks: dict[Any, float], order: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    """Returns all pairs of tokens that make up a token, the lowest rank first; ties by the order of
+    """All pairs of tokens that make up a token, the lowest rank first; ties by the order of
     the parts."""
-    found = []
+    merges = []
     for token, rank in ranks.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        found += [(rank, order(a), order(b), a, b) for a, b in cuts if a in ranks and b in ranks]
-    return [(a, b) for *_, a, b in sorted(found)]
+        merges += [(rank, order(a), order(b), a, b) for a, b in cuts if a in ranks and b in ranks]
+    return [(a, b) for *_, a, b in sorted(merges)]
 
 
-def _from_ranks(found: Ranks) -> Any:
-    """Returns the byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as
-    there."""
+def _from_ranks(encoding: Ranks) -> Any:
+    """Byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
     from tokenizers import AddedToken, models
 
-    ranks, pattern, special, normal_form, _ = found
+    ranks, pattern, special, normal_form, _ = encoding
     signs = byte_signs()
 
     def spelled(token: bytes) -> str:
         return "".join(signs[byte] for byte in token)
 
-    merges = [(spelled(a), spelled(b)) for a, b in _merges(dict(ranks), lambda part: ranks[part])]
+    merges = [(spelled(a), spelled(b)) for a, b in _merges(dict(ranks), lambda token: ranks[token])]
     ids = {spelled(token): rank for token, rank in ranks.items()} | special
     backend = byte_level(
         models.BPE(ids, merges, ignore_merges=True), pattern, normal_form=normal_form
@@ -344,18 +351,18 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
         encoders["transformers' AutoTokenizer"] = theirs
     for name, encode in encoders.items():
         for text in _texts(ours, ids, special):
-            wanted, found = ours.encode(text), encode(text)
-            if wanted != found:
+            expected, actual = ours.encode(text), encode(text)
+            if expected != actual:
                 raise ValueError(
-                    f"{file} leaves with other ids than those of training: {name} makes {found[:12]} of {text[:60]!r}, "
-                    f"training {wanted[:12]}"
+                    f"{file} leaves with other ids than those of training: {name} makes {actual[:12]} of {text[:60]!r}, "
+                    f"training {expected[:12]}"
                 )
 
 
 def _by_transformers(
     files: dict[str, str], config: dict[str, Any]
 ) -> Callable[[str], list[int]] | None:
-    """Returns AutoTokenizer's encoding of the files to be written; None where transformers is not
+    """AutoTokenizer's encoding of the files to be written; None where transformers is not
     installed."""
     try:
         from transformers import AutoTokenizer
