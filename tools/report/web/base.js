@@ -1,5 +1,5 @@
 "use strict";
-// What every pane uses: the data, elements, numbers as text, and the one state that all panes follow.
+// Shared by all panes: the data, elements, numbers as text, and the state.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const NAMES = { zero: "ZeRO", tp: "tensor", sp: "sequence", cp: "context", pp: "pipeline", ep: "expert" };
 
@@ -52,7 +52,7 @@ function showTip(event, text) {
 }
 const hideTip = () => { tip.hidden = true; };
 
-// State: the layout shown, the dimensions switched off, the rank selected. Panes draw themselves again when it changes.
+// State: the layout shown, the dimensions switched off, the rank selected. Every change redraws all panes.
 const state = { layout: 0, off: [], rank: 0 };
 const panes = [];
 const layout = () => DATA.layouts[state.layout];

@@ -1,9 +1,9 @@
 "use strict";
 // Two layouts side by side, the head of the page, and the first drawing.
 
-if (DATA.layouts.length > 1) pane("compare", "Two layouts", "The same model, laid out twice.", () => {
-  const rows = [["memory a rank needs", (each) => gib(each.needed_bytes)], ["step", (each) => (each.step_time_s ? seconds(each.step_time_s) : "–")], ["MFU", (each) => (each.mfu ? percent(each.mfu) : "–")],
-    ["tokens/s a GPU", (each) => (each.tokens_per_s_per_gpu ? count(each.tokens_per_s_per_gpu) : "–")]];
+if (DATA.layouts.length > 1) pane("compare", "Two layouts", "One model under two layouts.", () => {
+  const rows = [["memory per rank", (each) => gib(each.needed_bytes)], ["step", (each) => (each.step_time_s ? seconds(each.step_time_s) : "–")], ["MFU", (each) => (each.mfu ? percent(each.mfu) : "–")],
+    ["tokens/s per GPU", (each) => (each.tokens_per_s_per_gpu ? count(each.tokens_per_s_per_gpu) : "–")]];
   const sizes = Object.keys(DATA.layouts[0].sizes);
   const head = make("tr", {}, make("th", {}, ""), ...DATA.layouts.map((each) => make("th", {}, each.name)));
   const line = (name, cells) => make("tr", {}, make("td", {}, name), ...cells.map((cell) => make("td", {}, String(cell))));

@@ -1,5 +1,5 @@
 "use strict";
-// The GPU grid: every rank on its node; the peers of the selected rank along each axis light up.
+// The GPU grid: every rank on its node, with the groups of the selected rank highlighted.
 
 const MOST_SQUARES = 2048;
 
@@ -33,7 +33,7 @@ function squares(total, perRow, lit, box, label, select) {
   return svg;
 }
 
-pane("grid", "The GPU grid", "Every square is a rank; a gap parts two nodes. Select one (arrow keys move) to see whom it talks to.", () => {
+pane("grid", "The GPU grid", "Each square is a rank; gaps separate nodes. Select one (or use the arrow keys) to see its communication groups.", () => {
   const { world, device } = layout(), node = Math.min(device.node, world), found = groups();
   const of = new Map();
   for (const [axis, ranks] of Object.entries(found)) for (const rank of ranks) of.set(rank, [...(of.get(rank) ?? []), axis]);
@@ -69,5 +69,5 @@ pane("grid", "The GPU grid", "Every square is a rank; a gap parts two nodes. Sel
   const rows = Object.entries(found).map(([axis, ranks]) => make("tr", {}, make("td", {}, chip(axis)), make("td", {}, count(ranks.length)),
     make("td", {}, crosses(ranks)), make("td", {}, ranks.slice(0, 8).join(", ") + (ranks.length > 8 ? ", …" : ""))));
   return [holder, make("p", {}, make("b", {}, `Rank ${state.rank}`), `, pipeline rank ${pipelineRank()}, node ${first / node}`),
-    make("div", { class: "scroll" }, make("table", {}, make("tr", {}, ...["group", "ranks", "links", "who"].map((name) => make("th", {}, name))), ...rows))];
+    make("div", { class: "scroll" }, make("table", {}, make("tr", {}, ...["group", "ranks", "links", "members"].map((name) => make("th", {}, name))), ...rows))];
 });

@@ -10,7 +10,7 @@ function switches() {
   return make("div", { class: "bar", role: "group", "aria-label": "Dimensions" }, ...buttons);
 }
 
-/** What switching off saves or costs, in words, against the layout as it is. */
+/** Memory and step time without the dimensions that are off, relative to the layout. */
 function comparison() {
   const now = variant(), before = asIs();
   if (!now) return make("p", { class: "warn" }, "This combination was not computed: switch one dimension back on.");
@@ -73,7 +73,7 @@ function sentRows(phase) {
   return rows.length ? make("ul", { class: "sent" }, ...rows) : make("p", { class: "dimmed" }, "nothing is sent");
 }
 
-/** What each dimension alone saves and costs, against the layout without it. */
+/** Memory and step time with each dimension, relative to the layout without it. */
 function effects() {
   const before = asIs();
   const rows = layout().switches.map((name) => {

@@ -1,10 +1,10 @@
 "use strict";
-// Memory: what every pipeline rank needs by kind, against the device.
+// Memory of every pipeline rank by kind, compared with the device.
 
 const KINDS = [["weights", "--tp"], ["gradients", "--dp"], ["optimizer", "--pp"], ["activations", "--cp"], ["messages", "--ep"],
   ["workspace", "--w"], ["fragmentation", "--idle"], ["outside", "--host"], ["other", "--dim"]];
 
-// From below: what stays, then what comes and goes.
+// From the bottom: persistent memory, then temporary memory.
 const STACK = [["weights", "weights", "--tp"], ["gradients", "gradients", "--dp"], ["optimizer", "optimizer state", "--pp"],
   ["buffers", "buffers, inputs, libraries", "--dim", "inputs", "library", "symmetric"], ["outside", "fragmentation, CUDA context, NCCL", "--host", "margin"],
   ["activations", "activations", "--cp"], ["stash", "kept for weight gradients", "--i"], ["messages", "messages between stages", "--ep"],

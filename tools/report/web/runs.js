@@ -1,5 +1,5 @@
 "use strict";
-// Runs: what their logs hold, several in one picture.
+// Runs: curves and events of their logs, all runs in one chart.
 
 const RUN_COLORS = ["--tp", "--pp", "--cp", "--ep", "--dp", "--b"];
 

@@ -1,5 +1,5 @@
 "use strict";
-// The step's time: from the device's peak down to what is left, predicted and measured.
+// Where the time of a step goes, predicted and measured.
 
 const TIMES = { gemms: ["GEMMs", "--tp"], products: ["GEMMs", "--tp"], attention: ["attention", "--sp"], memory: ["norms, activations, copies", "--cp"], tp: ["exposed tp", "--dp"],
   cp: ["exposed cp", "--dp"], ep: ["exposed ep", "--ep"], p2p: ["waits for stages", "--pp"], bubble: ["pipeline bubble", "--pp"], dp: ["exposed dp and ZeRO", "--dp"],
@@ -35,7 +35,7 @@ pane("step", "The step's time", "Where the time of one step goes on the busiest 
 
 function named(kind) { return TIMES[kind] ?? [kind, "--dim"]; }
 
-/** What a rank sends and waits in a step, axis by axis: the forecast, and what each run has measured on rank 0. */
+/** Bytes sent and seconds waited in a step by axis: the forecast, and each run as measured on rank 0. */
 function byAxis(now) {
   const runs = DATA.runs, forecast = (rank) => now?.sent_bytes?.[rank] ?? {}, mine = pipelineRank();
   const places = [...new Set(runs.length ? [0, mine] : [mine])]; // rank 0, which logs, is in pp 0
@@ -45,7 +45,7 @@ function byAxis(now) {
   const table = (heads, rows) => rows.length ? make("div", { class: "scroll" }, make("table", {}, make("tr", {}, ...heads.map((head) => make("th", {}, head))), ...rows)) : null;
   const sent = axes.filter((axis) => places.some((rank) => forecast(rank)[axis]) || runs.some((run) => run.sent_bytes[axis])).map((axis) => line(chip(axis),
     [...places.map((rank) => cell(forecast(rank)[axis], bytes, "sent")), ...runs.map((run) => cell(run.sent_bytes[axis], bytes, "run"))]));
-  // the forecast tells waits apart by dimension, a run by axis: its axes of one dimension stand in one line
+  // The forecast has waits by dimension, a run by axis: axes of one dimension share a row.
   const dimension = (axis) => /^(e?dp|world)/.test(axis) ? "dp" : /^e/.test(axis) ? "ep" : axis === "cp_tp" ? "tp" : axis.split("_")[0];
   const waits = runs.map((run) => run.exposed_s), kinds = { tp: ["tp"], cp: ["cp"], ep: ["ep"], pp: ["p2p", "bubble"], dp: ["dp"] };
   const waited = (run, name) => { const own = Object.entries(run).filter(([axis]) => dimension(axis) === name).map(([, value]) => value); return own.length ? own.reduce((a, b) => a + b) : undefined; };
