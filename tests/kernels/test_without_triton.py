@@ -1,4 +1,4 @@
-"""Without Triton, as on a laptop, everything takes its plain path."""
+"""Without Triton, as on a laptop, every operation takes its plain path."""
 
 import subprocess
 import sys
@@ -23,16 +23,13 @@ def test_plain_paths_need_no_triton():
 
 
 def test_every_file_of_kernels_can_be_imported():
-    """Also those that are first imported in the middle of a run, or of a forecast."""
-    names = [
-        str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
-        for path in (ROOT / "kernels").rglob("*.py")
-    ]
-    assert len(names) > 20
-    imports = "".join(
-        f"import megatron5d.{name.removesuffix('.__init__')}\n" for name in sorted(names)
-    )
-    command = [sys.executable, "-c", f"import sys; sys.modules['triton'] = None\n{imports}"]
+    """Also those that a run or a forecast imports late."""
+    paths = sorted((ROOT / "kernels").rglob("*.py"))
+    assert len(paths) > 20
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths)
+    imports = (f"import megatron5d.{name.removesuffix('.__init__')}" for name in names)
+    script = "\n".join(("import sys; sys.modules['triton'] = None", *imports))
+    command = [sys.executable, "-c", script]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
 

@@ -1,8 +1,8 @@
-"""After the first step no kernel is compiled anew: for other numbers of rows of experts, which
-change with every micro-batch, for other epochs, rates and steps, nor for an evaluation. Nor for
-other lengths, batches and numbers of heads, which Triton would do for 1 and for multiples of 16.
+"""After the first step no kernel is recompiled: not for other numbers of experts' rows, which change
+with every micro-batch, other epochs, rates and steps, nor an evaluation; nor for other lengths,
+batches and numbers of heads, for which Triton would recompile at 1 and at multiples of 16.
 
-In a fork: Triton compiles for a GPU that is not there (kernel_lab/capture.py).
+In a fork, because Triton compiles for a GPU that is not there (kernel_lab/capture.py).
 """
 
 from pathlib import Path
@@ -144,13 +144,8 @@ print(sorted(name.split(".")[-1] for name in compiled))
 
 
 def test_no_kernel_of_attention_is_compiled_for_other_sizes():
-    """Except that of dk and dv, to which multiples of 16 queries spare registers."""
+    """Except the kernel of dk and dv, which saves registers for multiples of 16 queries."""
     run = Fork(lambda: exec(ATTENTION, {}), Path(__file__).parents[2]).wait()
-    names = [
-        "_delta_kernel",
-        "_forward_kernel",
-        *["_key_value_kernel"] * 3,
-        "_query_kernel",
-        "_sum_parts_kernel",
-    ]
+    names = ["_delta_kernel", "_forward_kernel", *["_key_value_kernel"] * 3]
+    names += ["_query_kernel", "_sum_parts_kernel"]
     assert run.returncode == 0 and run.stdout.strip() == str(names), run.stdout + run.stderr[-3000:]
