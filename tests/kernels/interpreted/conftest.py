@@ -1,4 +1,4 @@
-"""Kernels run interpreted, emulated or on a GPU; each place has processes of its own
+"""Kernels run interpreted, emulated or on a GPU, each in processes of its own
 (`../test_in_processes.py`)."""
 
 import os
@@ -23,7 +23,7 @@ if PLACE == "interpreter":
     install_checks()
 elif PLACE == "gpu":
     torch.set_default_device("cuda")
-    choice.provider = lambda request, settings: None  # whatever the settings, Triton
+    choice.provider = lambda request, settings: None  # Triton, whatever the settings
 elif PLACE:
     from kernel_lab.emulated_gpu import install
 
@@ -34,21 +34,20 @@ if not PLACE.startswith("sm_"):
     collect_ignore += ["test_emulated_gpu.py", "test_emulated_random.py"]
 
 
-OF_ONE_GPU = re.compile(rb"mma|cp\.async\.bulk|tcgen05|tensormap|redux\.sync\.[\w.]+\.f32")
+NOT_ALIKE = re.compile(rb"mma|cp\.async\.bulk|tcgen05|tensormap|redux\.sync\.[\w.]+\.f32")
 
 
 @pytest.fixture(autouse=True)
-def checked_to_be_alike(request, monkeypatch):
-    """What a test marked `alike` compiles for an emulated GPU, another one has the instructions
-    for, too."""
+def check_marker_alike(request, monkeypatch):
+    """Asserts that kernels of tests marked `alike` use instructions that every GPU has."""
     if PLACE.startswith("sm_") and request.node.get_closest_marker("alike"):
         from triton.runtime import driver
 
         load = driver.active.utils.load_binary
 
         def checked(name, text, *rest):
-            assert not OF_ONE_GPU.search(text), (
-                f"{name} differs from GPU to GPU: this test is not `alike`"
+            assert not NOT_ALIKE.search(text), (
+                f"{name} differs between GPUs: do not mark it `alike`"
             )
             return load(name, text, *rest)
 
@@ -56,20 +55,18 @@ def checked_to_be_alike(request, monkeypatch):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Kernels for FP8 are tested where there is a table for them, and one case of a test that is
-    run elsewhere, too."""
+    """Keeps FP8's tests where a table has its kernels, and the last case of tests whose other cases
+    run in another place."""
+    selected = list(items)
     if os.environ.get("MEGATRON5D_LAST_CASES") == "1":
         last = set({(item.path, item.originalname): item for item in items}.values())
-        here = PLACE == "interpreter"
-        taken = [
+        interprets = PLACE == "interpreter"
+        selected = [
             item
             for item in items
-            if item in last or here == bool(item.get_closest_marker("interpreted"))
+            if item in last or interprets == bool(item.get_closest_marker("interpreted"))
         ]
-        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-        items[:] = taken
     if PLACE and "fp8_matmul" not in tuning.table(tuning.architecture(torch.empty(0).device)):
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.get_closest_marker("fp8")]
-        )
-        items[:] = [item for item in items if not item.get_closest_marker("fp8")]
+        selected = [item for item in selected if not item.get_closest_marker("fp8")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = selected

@@ -1,4 +1,4 @@
-"""Every row of the table of speeds and every space of the tuner runs, small and without a GPU."""
+"""Every row of the benchmarks and every space of the tuner runs, in small, without a GPU."""
 
 import json
 import sys
@@ -19,14 +19,14 @@ from megatron5d.tools.bench.harness import copies_of
 from megatron5d.tools.tune_kernels import SPACE, Search, candidates
 
 pytestmark = pytest.mark.interpreted
-LACKING = (RuntimeError, NotImplementedError, ImportError, ValueError)
-"""What providers other than ours raise where their kernels, or Liger, are not."""
-NOTHING = {"num_warps", "num_stages"}  # of a configuration, what every launch has a default for
+MISSING = (RuntimeError, NotImplementedError, ImportError, ValueError)
+"""Errors of other providers whose kernels, or packages, are missing."""
+DEFAULTED = {"num_warps", "num_stages"}  # for which every launch has a default
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Nothing is compiled; kernels that follow addresses may (their own tests check the bounds)."""
+    """Compiles nothing, and lets kernels follow addresses (their own tests check the bounds)."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     allowed.append((0, 2**63))
     yield
@@ -39,18 +39,18 @@ def test_every_provider_runs_or_says_why_not(name):
     assert benchmark.work_of_a_call > 0 and benchmark.sizes.keys() == benchmark.tiny.keys()
     calls = benchmark.calls("cpu", tiny=True)
     assert any(provider.startswith("ours") for provider in calls)
-    made = {}
+    outputs = {}
     for provider, call in calls.items():
         try:
-            made[provider] = call()
-        except LACKING:
+            outputs[provider] = call()
+        except MISSING:
             assert not provider.startswith("ours"), provider
-    if "forward" in name:  # the same result, in whatever layout
-        size = {
-            provider: sum(float(each.norm() ** 2) for each in copies_of(out))
-            for provider, out in made.items()
+    if "forward" in name:  # the same result, in any layout
+        norms = {
+            provider: sum(float(x.norm() ** 2) for x in copies_of(output))
+            for provider, output in outputs.items()
         }
-        assert len(size) > 1 and max(size.values()) < 1.02 * min(size.values()), size
+        assert len(norms) > 1 and max(norms.values()) < 1.02 * min(norms.values()), norms
 
 
 @pytest.mark.parametrize("operation", SPACE)
@@ -65,14 +65,14 @@ def test_spaces_and_tables_have_the_same_operations_and_constants():
         table = tuning.table(path.stem)
         assert table.keys() - SPACE.keys() == set(), path.stem
         for operation, entries in table.items():
-            constants = candidates(operation)[0].keys() - NOTHING
-            assert any(entry["config"].keys() - NOTHING == constants for entry in entries), (
+            constants = candidates(operation)[0].keys() - DEFAULTED
+            assert any(entry["config"].keys() - DEFAULTED == constants for entry in entries), (
                 path.stem,
                 operation,
             )
 
 
-def test_an_entry_is_rewritten_and_nothing_else(tmp_path, monkeypatch):
+def test_only_one_entry_is_rewritten(tmp_path, monkeypatch):
     for path in tuning.DIRECTORY.glob("sm_*.json"):
         (tmp_path / path.name).write_text(path.read_text())
         monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
@@ -87,38 +87,25 @@ def test_an_entry_is_rewritten_and_nothing_else(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_what_is_ours_equals_the_plain_path(name):
+def test_ours_equals_the_plain_path(name):
     """As launch/gpu_check.sh compares them."""
     device = torch.get_default_device().type
-    found = gpu_check.reference(name, device, tiny=True, repeats=3 if device == "cuda" else 0)
-    assert found and all(
-        row["right"] for provider, row in found.items() if ", by " not in provider
-    ), found
+    rows = gpu_check.reference(name, device, tiny=True, repeats=3 if device == "cuda" else 0)
+    ours = {provider: row for provider, row in rows.items() if ", by " not in provider}
+    assert ours and all(row["right"] for row in ours.values()), rows
 
 
-def test_a_kernel_with_other_bits_each_time_is_not_right(monkeypatch):
+@pytest.mark.parametrize("fault", ["other bits each time", "wrong by a twentieth"])
+def test_a_faulty_kernel_is_not_right(fault, monkeypatch):
     original, calls = kernels.activate, []
 
-    def changing(x, kind):
+    def faulty(x, kind):
         calls.append(x)
-        return original(x, kind) * (1 + len(calls) / 128)
+        factor = 1.05 if dispatch.runs_triton(x) else 1.0
+        return original(x, kind) * (1 + len(calls) / 128 if "bits" in fault else factor)
 
-    monkeypatch.setattr(kernels, "activate", changing)
-    found = gpu_check.reference(
-        "SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True
-    )
-    assert found["ours"]["right"] is False and found["ours"]["same bits"] is False
-
-
-def test_a_wrong_kernel_is_not_right(monkeypatch):
-    """A call of Triton's whose result is off by a twentieth."""
-    original = kernels.activate
-
-    def wrong(x, kind):
-        return original(x, kind) * (1.05 if dispatch.runs_triton(x) else 1.0)
-
-    monkeypatch.setattr(kernels, "activate", wrong)
-    found = gpu_check.reference(
-        "SwiGLU forward 8192x14336", torch.get_default_device().type, tiny=True
-    )
-    assert found["ours"]["right"] is False and 0.04 < found["ours"]["difference"] < 0.06
+    monkeypatch.setattr(kernels, "activate", faulty)
+    device = torch.get_default_device().type
+    row = gpu_check.reference("SwiGLU forward 8192x14336", device, tiny=True)["ours"]
+    assert row["right"] is False
+    assert row["same bits"] is False if "bits" in fault else 0.04 < row["difference"] < 0.06
