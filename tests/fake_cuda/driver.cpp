@@ -1,4 +1,4 @@
-// The CUDA driver, as far as torch and Triton call it, and the handles of cuBLAS. Launches and descriptors are checked.
+// The CUDA driver's functions that torch and Triton call, and cuBLAS's handles. Checks launches and descriptors.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -17,7 +17,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-static void* const HANDLE = (void*)64;  // of a context, a module or a library that has nothing to keep
+static void* const HANDLE = (void*)64;  // of a context, module or library without state
 
 EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 EXPORT CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
@@ -38,7 +38,7 @@ EXPORT CUresult cuGetErrorString(CUresult, const char** text) { return *text = "
 
 EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
   const Kind kind = kind_of((void*)pointer);
-  if (!kind) return CUDA_ERROR_INVALID_VALUE;  // by this Triton knows memory of the host
+  if (!kind) return CUDA_ERROR_INVALID_VALUE;  // by which Triton recognizes host memory
   if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
     *(CUdeviceptr*)value = pointer;
   else
@@ -173,7 +173,7 @@ EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 
 EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { return *count = 0; }
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) { return *version = CUDA_VERSION, 0; }
 
-// ------------------------------------------------------------------------- cuBLAS: what hands something to its caller
+// ------------------------------------------------------------------------- cuBLAS: functions that return something
 EXPORT int cublasCreate_v2(void** handle) { return *handle = HANDLE, 0; }
 EXPORT int cublasGetMathMode(void*, int* mode) { return *mode = 0; }
 EXPORT int cublasGetPointerMode_v2(void*, int* mode) { return *mode = 0; }
@@ -182,6 +182,6 @@ EXPORT int cublasLtMatmulDescCreate(void** description, int, int) { return *desc
 EXPORT int cublasLtMatrixLayoutCreate(void** layout, int, unsigned long, unsigned long, long) { return *layout = HANDLE, 0; }
 EXPORT int cublasLtMatmulPreferenceCreate(void** preference) { return *preference = HANDLE, 0; }
 EXPORT int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* count) {
-  memset(results, 0, 64);  // the first of the algorithms that were asked for
+  memset(results, 0, 64);  // the first of the requested algorithms
   return *count = 1, 0;
 }

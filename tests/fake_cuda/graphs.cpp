@@ -1,5 +1,5 @@
-// CUDA graphs. Rules of the programming guide: what is captured must not wait for the host or for uncaptured work, and
-// all streams that a capture has spread to must have come back to its first one at the end.
+// CUDA graphs. Rules of the programming guide: captured work must not wait for the host or for uncaptured work, and
+// all streams to which a capture has spread must rejoin its first one before it ends.
 #include "graphs.h"
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-using Clock = std::map<void*, size_t>;  // of every stream the number of its works that come before
+using Clock = std::map<void*, size_t>;  // number of each stream's works that precede
 struct Capture {
   unsigned long long id;
   void* origin;

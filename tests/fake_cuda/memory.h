@@ -1,13 +1,13 @@
-// Memory of the fake CUDA devices: pages of this process that nothing touches, and so cost nothing.
+// Memory of the fake CUDA devices: pages of this process that are never accessed, and so cost nothing.
 #pragma once
 #include <cstddef>
 
 enum Kind { UNKNOWN = 0, HOST = 1, DEVICE = 2 };  // pageable memory of the process is UNKNOWN
 
 Kind kind_of(const void* pointer);
-bool reserve(void** pointer, size_t bytes, Kind kind);  // false where the device has no more
+bool reserve(void** pointer, size_t bytes, Kind kind);  // false if the device has no more
 void release(void* pointer);
-bool charge(size_t bytes);  // of the device's memory; false where there is no more
+bool charge(size_t bytes);  // of the device's memory; false if there is no more
 void discharge(size_t bytes);
 void note(void* pointer, size_t bytes, Kind kind);
 void forget(void* pointer);

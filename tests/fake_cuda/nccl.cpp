@@ -1,6 +1,6 @@
 // NCCL between processes of one machine, over files in /dev/shm. Each communicator has a thread that runs its operations
 // in order, after what their stream waits for; so ranks that call them in different orders hang here as on GPUs. All ranks
-// must name the same operation, count and type. Small payloads travel; larger ones are only agreed on.
+// must pass the same operation, count and type. Small payloads are sent; of larger ones only these are compared.
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <sys/stat.h>
@@ -23,8 +23,8 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 using Bytes = std::vector<char>;
 
-static const size_t LARGEST = 1 << 20;   // bytes of a payload that travels
-static const double PATIENCE_S = 120.0;  // after which a rank tells what it waits for, and ends
+static const size_t LARGEST = 1 << 20;   // bytes of a payload that is sent
+static const double PATIENCE_S = 120.0;  // after which a rank reports what it waits for, and ends
 static const std::string ROOT = "/dev/shm/fake_cuda/";
 
 struct Header {
@@ -34,8 +34,8 @@ struct Header {
 };
 struct Operation {
   Header header;
-  Bytes input;     // read when the operation begins; empty where it is too large
-  char* output;    // null where nothing comes back
+  Bytes input;     // read when the operation begins; empty if it is too large
+  char* output;    // null without a result
   int peer;        // of a send or receive
   const char* from;
   size_t bytes;
@@ -54,7 +54,7 @@ struct ncclComm {
   std::mutex mutex;
   std::condition_variable filled;
   std::atomic<bool> stopped{false};
-  std::atomic<int> captured{0};  // operations in graphs that are there
+  std::atomic<int> captured{0};  // operations in existing graphs
 
   std::string path(const std::string& file) const { return ROOT + name + "/" + file; }
 };
@@ -139,7 +139,7 @@ static void run_collective(ncclComm* comm, const Operation& operation) {
     if (!await(comm, path(comm->number, rank), mine.kind, theirs, inputs[rank])) return;
     usable = agree(comm, rank, theirs, mine) && usable && !inputs[rank].empty();
   }
-  if (comm->number) unlink(path(comm->number - 1, comm->rank).c_str());  // all have read it: they are here
+  if (comm->number) unlink(path(comm->number - 1, comm->rank).c_str());  // all ranks are here, so they have read it
   comm->number++;
   if (!usable) return;
   const size_t bytes = mine.count * width_of(mine.type);
@@ -200,7 +200,7 @@ struct Call {
 static thread_local int depth;
 static thread_local std::vector<Call> calls;
 
-struct InGraph {  // a captured operation, as long as some graph has it
+struct InGraph {  // a captured operation, while a graph contains it
   ncclComm* comm;
   explicit InGraph(ncclComm* comm) : comm(comm) { comm->captured++; }
   ~InGraph() { comm->captured--; }
@@ -302,8 +302,8 @@ EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int ran
   return ncclCommInitRank(comm, size, ids[0], rank);
 }
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  if (comm->captured) fault("rank %d ends a communicator that a graph still uses, and waits for ever", comm->rank);
-  comm->stopped = true;  // its memory stays: the thread may still look at it
+  if (comm->captured) fault("rank %d ends a communicator that a graph still uses, and would hang", comm->rank);
+  comm->stopped = true;  // its memory stays, because the thread may still read it
   comm->filled.notify_all();
   return ncclSuccess;
 }

@@ -1,4 +1,4 @@
-// The CUDA runtime, as far as torch calls it: copies are made, kernels are counted, and streams wait as they would.
+// The CUDA runtime's functions that torch calls: copies are made, kernels are counted, and streams wait as on a GPU.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
@@ -24,12 +24,12 @@ static thread_local cudaError_t last_error;
 static cudaError_t failed(cudaError_t error) { return last_error = error; }
 static std::atomic<long> host_waits, launches;
 EXPORT long fake_cuda_host_waits() { return host_waits; }  // calls in which the host waits for the device
-EXPORT long fake_cuda_launches() { return launches; }      // kernels and graphs, and nothing for what a graph holds
+EXPORT long fake_cuda_launches() { return launches; }      // kernels and graphs, not the kernels in a graph
 void count_launch() { launches++; }
 static int capability() { return getenv("FAKE_CUDA_CAPABILITY") ? atoi(getenv("FAKE_CUDA_CAPABILITY")) : 90; }
 
 // ---------------------------------------------------------------------------------------------------------- devices
-EXPORT cudaError_t cudaGetDeviceCount(int* count) {  // as CUDA_VISIBLE_DEVICES has it, else one
+EXPORT cudaError_t cudaGetDeviceCount(int* count) {  // from CUDA_VISIBLE_DEVICES, else one
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   *count = 1;
   for (const char* at = visible ? visible : ""; *at; at++) *count += *at == ',';
@@ -91,7 +91,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     case cudaDevAttrGlobalMemoryBusWidth: *value = p.memoryBusWidth; break;
     case cudaDevAttrMemoryClockRate: *value = 3201000; break;  // kHz
     case cudaDevAttrClockRate: *value = 1980000; break;
-    case 132: *value = 0; break;  // CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: symmetric memory does without
+    case 132: *value = 0; break;  // CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: symmetric memory works without it
     default: *value = 1;
   }
   return cudaSuccess;
@@ -263,10 +263,10 @@ EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_
   if (event_captured(start) || event_captured(stop)) return failed(cudaErrorCapturedEvent);
   const double from = ((Event*)start)->recorded_ms, to = ((Event*)stop)->recorded_ms;
   if (from == 0 || to == 0) {
-    fault("time between events of which one was never recorded");
+    fault("elapsed time of an event that was never recorded");
     return failed(cudaErrorInvalidResourceHandle);
   }
-  *ms = to - from > 0.001 ? to - from : 0.001;  // of the host: kernels take none
+  *ms = to - from > 0.001 ? to - from : 0.001;  // the host's time: kernels take none
   return cudaSuccess;
 }
 

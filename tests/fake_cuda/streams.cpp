@@ -1,4 +1,4 @@
-// Streams and events: who waits for whom.
+// Streams and events: dependencies between works.
 #include "streams.h"
 
 #include <condition_variable>
@@ -62,7 +62,7 @@ void wait_for(const Marks& marks) {
   changed.wait(guard, [&] { return unfinished(marks).empty(); });
 }
 
-// CUDA loads kernels lazily, and waits for what runs to do so. What runs may be a message that waits for this very host.
+// CUDA loads kernels lazily, and waits for running work first, which may be a message that waits for this very host.
 void load(const void* kernel) {
   static std::mutex guard;
   static std::set<const void*> loaded;

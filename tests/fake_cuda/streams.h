@@ -1,4 +1,4 @@
-// What the work of a stream has to wait for. Kernels take no time here: only messages between ranks do, and what waits
+// What the work of a stream waits for. Kernels take no time here: only messages between ranks do, and work that waits
 // for them.
 #pragma once
 #include <memory>
@@ -17,4 +17,4 @@ void finish(const std::shared_ptr<Mark>& work);
 bool all_done(const Marks& marks);
 void wait_for(const Marks& marks);
 void load(const void* kernel);        // before its first launch: the host waits until the whole device is idle
-void fault(const char* format, ...);  // what a GPU would have refused, or what would have hung, on stderr
+void fault(const char* format, ...);  // reports on stderr what a GPU would refuse, or what would hang

@@ -1,8 +1,6 @@
-"""Where the program looks at numbers that kernels would have computed, it is given some that they
-could have been.
+"""Plausible numbers where the program reads what kernels would have computed.
 
-Python imports this file on its start (`../run.py`). Everything else of the program is left as it
-is.
+Python imports this file when it starts (`../run.py`). The rest of the program is unchanged.
 """
 
 import ctypes
@@ -15,7 +13,7 @@ from collections import Counter
 
 
 def lively_steps(step):
-    """A step has targets, a finite norm, and nobody asks to stop."""
+    """Gives each step targets and a finite norm, and lets no rank stop."""
     agree = step.Trainer._agree
     step.round = lambda x: 1000
     step.math = type("Roots", (), {"sqrt": staticmethod(lambda x: 1.0), "nan": 1.0})
@@ -27,13 +25,13 @@ def lively_steps(step):
     accumulate, steps = step.Trainer.accumulate, Counter()
 
     def accumulated(self, *args):
-        """From the second step on nothing is compiled, which would hold up all ranks; the host's
-        waits are told."""
+        """Reports the host's waits, and kernels compiled after the first step, which would delay all
+        ranks."""
         from triton import knobs
 
         steps[self] += 1
         if steps[self] == 2:
-            knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: tell_late(fn.name)
+            knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: report_late(fn.name)
         waits = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"]).fake_cuda_host_waits
         before = waits()
         sums = accumulate(self, *args)
@@ -46,12 +44,12 @@ def lively_steps(step):
     step.Trainer.accumulate = accumulated
 
 
-def tell_late(kernel):
+def report_late(kernel):
     print(f"FAKE CUDA FAULT: {kernel} is compiled after the first step", file=sys.stderr)
 
 
 def even_routing(dispatch):
-    """Every expert gets the same number of tokens from every rank."""
+    """Gives every expert the same number of tokens from every rank."""
     import torch
 
     state = dispatch.Dispatcher._counted_state
@@ -75,34 +73,34 @@ def no_layer_figures(balance):
 
 
 def objects_through_the_store(all_ranks):
-    """What a GPU that computes nothing sends has no lengths."""
+    """Sends objects through the store: tensors on fake GPUs would contain no lengths."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
     calls = Counter()
 
-    def place(kind, group):
+    def key_of(kind, group):
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         calls[kind, ranks] += 1
         return f"fake_cuda/{kind}/{ranks}/{calls[kind, ranks]}", ranks
 
     def broadcast_bytes(message, source):
-        key, _ = place("broadcast", None)
+        key, _ = key_of("broadcast", None)
         if dist.get_rank() == source:
             _get_default_store().set(key, message)
         return _get_default_store().get(key)
 
-    def gather_json(mine, group):
-        key, ranks = place("gather", group)
-        _get_default_store().set(f"{key}/{dist.get_rank()}", json.dumps(mine))
+    def gather_json(value, group):
+        key, ranks = key_of("gather", group)
+        _get_default_store().set(f"{key}/{dist.get_rank()}", json.dumps(value))
         return [json.loads(_get_default_store().get(f"{key}/{rank}")) for rank in ranks]
 
     all_ranks.broadcast_bytes, all_ranks.gather_json = broadcast_bytes, gather_json
 
 
 def no_cudnn(cudnn):
-    """It looks into the driver, and does not begin."""
-    cudnn.missing = lambda: "cuDNN does not begin on a GPU that computes nothing"
+    """Disables cuDNN, which inspects the driver and does not start."""
+    cudnn.missing = lambda: "cuDNN does not start on a GPU that computes nothing"
 
 
 AFTER_IMPORT = {

@@ -361,7 +361,7 @@ bool arithmetic(const std::string& opcode, Instruction& i) {
     i.execute = same;
     return true;
   }
-  for (const auto& part : parts)  // subnormals are kept and everything is rounded as well as can be
+  for (const auto& part : parts)  // subnormals are kept, and rounding is exact
     if (part != "ftz" && part != "rn" && part != "approx" && part != "full") plain += (plain.empty() ? "" : ".") + part;
   auto found = table().find(plain);
   if (found == table().end()) return false;

@@ -60,7 +60,7 @@ void fetch(Block& block, const Bulk& bulk) {
 
 Phase& phase_at(Block& block, uint32_t address) {
   auto found = block.phases.find(address);
-  if (found == block.phases.end()) throw Fault("an mbarrier that was not initialised");
+  if (found == block.phases.end()) throw Fault("an mbarrier that was not initialized");
   return found->second;
 }
 void advance(Phase& phase) {
@@ -109,7 +109,7 @@ void initialise(Warp& w, const Instruction& i, uint32_t mask) {
     uint32_t at = uint32_t(address(w, i, 0, l));
     shared_bytes(*w.block, at, 8, 8);
     int64_t count = int64_t(uint32_t(reg(w, i, 1)[l]));
-    if (w.block->phases.count(at)) throw Fault("an mbarrier is initialised while it is in use");
+    if (w.block->phases.count(at)) throw Fault("an mbarrier is initialized while it is in use");
     w.block->phases[at] = {count, count, 0, 0};
   });
 }
@@ -117,7 +117,7 @@ void invalidate(Warp& w, const Instruction& i, uint32_t mask) {
   lanes(mask, [&](int l) {
     uint32_t at = uint32_t(address(w, i, 0, l));
     phase_at(*w.block, at);
-    if (!w.block->bulks[at].empty()) throw Fault("an mbarrier is given up while copies to it are under way");
+    if (!w.block->bulks[at].empty()) throw Fault("an mbarrier is invalidated while copies to it are pending");
     w.block->phases.erase(at);
   });
 }
@@ -155,7 +155,7 @@ void nothing(Warp&, const Instruction&, uint32_t) {}
 
 void arrive_at(Block& block, uint32_t barrier) {
   Phase& phase = phase_at(block, barrier);
-  if (--phase.pending < 0) throw Fault("more arrive at an mbarrier than it was initialised for");
+  if (--phase.pending < 0) throw Fault("more arrive at an mbarrier than it was initialized for");
   advance(phase);
 }
 

@@ -1,4 +1,4 @@
-// Branches, barriers, and what the lanes of a warp tell each other.
+// Branches, barriers, and exchanges between the lanes of a warp.
 #include <algorithm>
 #include <cmath>
 
@@ -132,7 +132,7 @@ bool control(const std::string& opcode, Instruction& i) {
     i.execute = shuffle, i.converged = true, i.mode = MODES.at(parts[2]), i.number = i.args.size() == 6;
   } else if (opcode.rfind("redux.sync.", 0) == 0) {
     auto found = REDUCTIONS.find(parts[2] + "." + parts.back());
-    if (parts.size() != 4) return false;  // absolute values, or NaN that wins
+    if (parts.size() != 4) return false;  // absolute values, or NaN that propagates
     if (found == REDUCTIONS.end()) return false;
     i.execute = found->second, i.converged = true;
   } else if (opcode.rfind("vote.sync.", 0) == 0) {

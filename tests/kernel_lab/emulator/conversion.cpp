@@ -1,4 +1,4 @@
-// cvt, between numbers of any two types, and the packed forms that make 8- and 16-bit floats.
+// cvt, between numbers of any two types, and the packed forms for 8- and 16-bit floats.
 #include <cmath>
 #include <limits>
 

@@ -1,4 +1,4 @@
-// Runs a program over a grid, and what Python calls.
+// Runs a program over a grid; the functions that Python calls.
 #include "machine.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ void settle(Warp& w, const Instruction& i);
 
 namespace {
 
-constexpr uint64_t MOST_STEPS = 1'000'000;  // of a warp: beyond it a wait is in vain
+constexpr uint64_t MOST_STEPS = 1'000'000;  // of a warp: beyond it, a wait never ends
 
 struct Launch {
   const Program* program;
@@ -57,7 +57,7 @@ void fill(Warp& warp, const Launch& launch, const std::array<uint32_t, 3>& at) {
     for (int lane = 0; lane < LANES; ++lane) warp.registers[slot][lane] = special(name, launch, at, warp.index, lane);
 }
 
-// One instruction, for those lanes that are furthest behind.
+// Executes one instruction, for the lanes that are furthest behind.
 const Instruction& step(Warp& w) {
   const auto& instructions = w.block->program->instructions;
   int at = w.pc[__builtin_ctz(w.live)];
@@ -75,10 +75,10 @@ const Instruction& step(Warp& w) {
     });
   }
   try {
-    if (i.converged && here != w.live) throw Fault("only a part of a warp is here");
+    if (i.converged && here != w.live) throw Fault("only some lanes of the warp execute this instruction");
     if (i.watches_products && (!w.products.empty() || !w.product_groups.empty())) settle(w, i);
     if (mask) i.execute(w, i, mask);
-    if (++w.steps > MOST_STEPS) throw Fault("the block does not come to an end");
+    if (++w.steps > MOST_STEPS) throw Fault("the block does not end");
   } catch (const Fault& fault) {
     const auto& files = w.block->program->files;
     auto file = files.find(i.file);
@@ -89,7 +89,7 @@ const Instruction& step(Warp& w) {
   return i;
 }
 
-// Until it ends, waits at a barrier, or polls in vain.
+// Runs a warp until it ends, waits at a barrier, or polls without success.
 void run(Warp& w) {
   w.yields = false;
   while (w.live && w.waits_at < 0 && !w.yields) step(w);
@@ -171,7 +171,7 @@ int tell(const std::exception& error, char* message, int room) {
 
 extern "C" {
 
-// A program of PTX text; null, and why in `message`.
+// A program from PTX text; or null, with the reason in `message`.
 void* ptx_load(const char* text, char* message, int room) {
   try {
     return ptx::parse(text).release();
@@ -181,7 +181,7 @@ void* ptx_load(const char* text, char* message, int room) {
   }
 }
 
-// Offset and bytes of each parameter, as pairs; returns how many there are.
+// Writes offset and bytes of each parameter, as pairs; returns their number.
 int ptx_parameters(void* program, int* pairs, int room) {
   const auto& parameters = static_cast<ptx::Program*>(program)->parameters;
   for (size_t n = 0; n < parameters.size() && int(n) < room; ++n)
@@ -189,7 +189,7 @@ int ptx_parameters(void* program, int* pairs, int room) {
   return int(parameters.size());
 }
 
-// Runs a grid of blocks. `ranges`: first and last byte + 1 of each tensor that may be touched, sorted and apart.
+// Runs a grid of blocks. `ranges`: first byte and last byte + 1 of each accessible tensor, sorted and disjoint.
 int ptx_launch(void* program, const uint32_t* grid, uint32_t threads, uint32_t shared, uint32_t seed,
                const void* parameters, const uint64_t* ranges, int count, uint64_t* steps, char* message, int room) {
   ptx::Launch launch{static_cast<ptx::Program*>(program),

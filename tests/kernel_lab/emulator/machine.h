@@ -1,9 +1,8 @@
-// A machine that executes PTX, one warp instruction after the other, and notices what a GPU would not tell.
+// A machine that executes PTX, one warp instruction after another, and detects silent faults of a GPU.
 //
-// A warp's 32 lanes step together; where they part, the lanes that are furthest behind go on first. Warps of a block
-// run until they have to wait; blocks run one after the other. What is asynchronous on a GPU (copies into shared
-// memory, products of a warp group) happens at once or as late as its program permits, by chance: a wait that is
-// missing shows.
+// A warp's 32 lanes step together; where they diverge, the lanes that are furthest behind run first. Warps of a block
+// run until they have to wait; blocks run one after another. What is asynchronous on a GPU (copies into shared memory,
+// products of a warp group) happens at once or as late as the program permits, at random: a missing wait shows.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -44,8 +43,8 @@ struct Instruction {
   std::vector<Operand> args;  // vectors and address lists are laid out flat, as written
   int guard = -1;             // slot of the predicate
   bool negated = false;
-  bool converged = false;        // all lanes that have not exited must be here together
-  bool watches_products = true;  // false: what may run beside products of a warp group that have not been waited for
+  bool converged = false;        // all lanes that have not exited must execute it together
+  bool watches_products = true;  // false: may run beside pending products of a warp group
   int target = -1;               // of a branch
   int vector = 1, bytes = 0;     // of a memory access: elements, bytes of each
   bool is_signed = false;
@@ -70,13 +69,13 @@ struct Program {
   std::map<int, std::string> files;
 };
 
-struct Copy {  // into shared memory, under way
+struct Copy {  // into shared memory, pending
   uint32_t to;
   uint64_t from;
   uint32_t bytes, valid;
 };
 
-struct Product {  // of a warp group, under way
+struct Product {  // of a warp group, pending
   const Instruction* instruction;
   uint64_t a, b;
   bool accumulates;
@@ -104,13 +103,13 @@ struct Phase {  // of an mbarrier
   uint32_t parity = 0;
 };
 
-struct Bulk {  // a copy by the tensor memory unit, under way
+struct Bulk {  // a pending copy by the tensor memory unit
   std::array<int32_t, 5> at{};
   const struct Map* map;
   uint32_t to;
 };
 
-struct Map {  // what a tensor descriptor says; it lies where the 128 bytes of a CUtensorMap would
+struct Map {  // contents of a tensor descriptor, at the place of a CUtensorMap's 128 bytes
   uint64_t base;
   uint64_t extents[5];
   uint64_t strides[5];  // bytes, the innermost first
@@ -118,7 +117,7 @@ struct Map {  // what a tensor descriptor says; it lies where the 128 bytes of a
   uint32_t rank, bytes, swizzle, fills_nan;
 };
 
-struct BlockProduct {  // of Blackwell, under way; or, with a barrier, the wish to be told there
+struct BlockProduct {  // of Blackwell, pending; or, with a barrier, a request to arrive there
   uint32_t out;
   uint64_t a, b;
   uint32_t shape;
@@ -130,7 +129,7 @@ struct Block {
   const Program* program = nullptr;
   std::vector<uint8_t> shared;
   std::vector<Warp> warps;
-  std::map<int, std::pair<int, int>> arrived;   // at each barrier: threads, and how many are awaited (0: all)
+  std::map<int, std::pair<int, int>> arrived;   // at each barrier: threads, and how many it waits for (0: all)
   std::map<uint32_t, Phase> phases;             // by address
   std::map<uint32_t, std::vector<Bulk>> bulks;  // by the address of their mbarrier
   std::vector<uint32_t> tensor_memory;          // 128 lanes of 512 columns
@@ -175,7 +174,7 @@ inline uint64_t uniform(Warp& warp, const Instruction& i, int arg, uint32_t mask
 std::vector<std::string> parts_of(const std::string& opcode);
 bool has(const std::vector<std::string>& parts, const char* part);
 
-// Each sets what executes an opcode, and returns false where it does not know it.
+// Each sets the function that executes an opcode; false if the opcode is unknown.
 bool arithmetic(const std::string& opcode, Instruction& i);
 bool bits(const std::string& opcode, Instruction& i);
 bool conversion(const std::string& opcode, Instruction& i);

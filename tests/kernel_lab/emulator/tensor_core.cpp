@@ -38,7 +38,7 @@ void multiply(Warp& w, const Instruction& i, uint32_t) {
     for (int l = 0; l < LANES; ++l) reg(w, i, r)[l] = raw(d[r][l]);
 }
 
-struct Shape {  // of a wgmma, as the parser has noted it
+struct Shape {  // of a wgmma, from the parser
   int n, k;
   Element left, right;
   bool left_in_registers, left_k_major, right_k_major;
@@ -147,7 +147,7 @@ void finish_products(Warp& w, size_t keep) {
   }
 }
 
-// The assembler waits where an instruction touches registers of products under way.
+// The assembler waits where an instruction accesses registers of pending products.
 void settle(Warp& w, const Instruction& i) {
   auto touches = [&](const std::vector<Product>& group) {
     for (const Product& product : group) {

@@ -1,4 +1,4 @@
-// Blackwell: tensor memory of 128 lanes and 512 columns of 4 bytes, and products of a block whose sums lie there.
+// Blackwell: tensor memory of 128 lanes and 512 columns of 4 bytes, and a block's products, whose sums it holds.
 //
 // Layouts: PTX ISA, "TensorCore 5th generation family instructions".
 #include "matrices.h"
@@ -16,7 +16,7 @@ uint32_t& cell(Block& block, uint32_t lane, uint32_t column) {
 void allocate(Warp& w, const Instruction& i, uint32_t mask) {  // [where to write the address], columns
   uint32_t at = uint32_t(address(w, i, 0, __builtin_ctz(mask))), columns = uint32_t(uniform(w, i, 1, mask));
   if (w.block->tensor_columns) throw Fault("tensor memory is allocated twice");
-  if (columns > 512) throw Fault("more tensor memory is asked for than there is");
+  if (columns > 512) throw Fault("more tensor memory is requested than exists");
   w.block->tensor_memory.assign(128 * 512, uint32_t(POISON)), w.block->tensor_columns = columns;
   std::memset(shared_bytes(*w.block, at, 4, 4), 0, 4);
 }
@@ -112,7 +112,7 @@ void nothing(Warp&, const Instruction&, uint32_t) {}
 
 }  // namespace
 
-// In their order, up to and with the last one that tells this barrier.
+// Runs them in order, up to and including the last one that arrives at this barrier.
 void finish_block_products(Block& block, uint32_t barrier) {
   auto& queue = block.block_products;
   size_t last = queue.size();
