@@ -20,7 +20,6 @@ from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
-from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
 
 
@@ -125,21 +124,13 @@ class SelfAttention(AttentionBranch):
     def __init__(self, inputs: BlockInputs, layer: int) -> None:
         super().__init__(inputs, layer)
         config, tp, name = inputs.model, inputs.tp, f"layers.{layer}.attention"
-        h, a, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        a, g, d = config.num_heads, config.num_kv_heads, config.head_dim
         self.config, self.rope, copies = config, inputs.rope(layer), inputs.mesh["tp_kv"]
         self.num_heads = tp.divide(a, "model.num_heads")  # a/tp
         self.num_kv_heads = max(1, g // tp.size)  # g/tp, at least one
-        linear = {"sp": inputs.sp, **inputs.factory}
         heads = [(a, d), (g, d), (g, d), *([(a, d)] if config.attention_gate else [])]
-        self.qkv = ColumnParallelLinear(
-            h,
-            heads,
-            f"{name}.qkv",
-            tp,
-            bias=config.qkv_bias,
-            init=config.init_std,
-            copies=copies,
-            **linear,
+        self.qkv = inputs.column_linear(
+            config.hidden_size, heads, f"{name}.qkv", bias=config.qkv_bias, copies=copies
         )
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
@@ -162,15 +153,7 @@ class SelfAttention(AttentionBranch):
             not (config.qk_norm or config.attention_gate) and inputs.context is None
         )
         self.core = AttentionCore(inputs, layer, 1 / math.sqrt(config.query_pre_attn_scalar or d))
-        self.out = RowParallelLinear(
-            a * d,
-            h,
-            f"{name}.out",
-            tp,
-            bias=config.attention_out_bias,
-            init=config.output_init_std,
-            **linear,
-        )
+        self.out = inputs.row_linear(a * d, f"{name}.out", config.attention_out_bias)
 
     def input_gemms(self) -> Gemms:
         return gemms_of(self.qkv.weight)

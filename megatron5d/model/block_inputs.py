@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from megatron5d.config.derived import window_of
 from megatron5d.config.schema import Config, ModelConfig, RopeScaling
 from megatron5d.kernels.choice import Settings
 from megatron5d.model.norm import NoNorm, Norm
 from megatron5d.model.rope import RotaryTables
+from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, vocab_weight
+from megatron5d.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    replicated_parameter,
+)
 from megatron5d.topology.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -77,6 +85,37 @@ class BlockInputs:
     def rope(self, layer: int) -> RotaryTables | None:
         """Tables of cos and sin for a layer; None without rotary positions."""
         return self._rotary if window_of(self.model, layer) is None else self._window_rotary
+
+    def column_linear(
+        self, in_features: int, blocks: Sequence[tuple[int, int]], name: str, **options
+    ) -> ColumnParallelLinear:
+        """Builds a linear layer with its outputs cut over tp; `options` replace the defaults."""
+        options = {"sp": self.sp, "init": self.model.init_std, **self.factory} | options
+        return ColumnParallelLinear(in_features, blocks, name, self.tp, **options)
+
+    def row_linear(self, in_features: int, name: str, bias: bool) -> RowParallelLinear:
+        """Builds the last linear layer of a branch, with its inputs cut over tp."""
+        h, init = self.model.hidden_size, self.model.output_init_std
+        options = {"sp": self.sp, "bias": bias, "init": init, **self.factory}
+        return RowParallelLinear(in_features, h, name, self.tp, **options)
+
+    def replicated(self, shape: tuple[int, ...], name: str, **options) -> nn.Parameter:
+        """Builds a weight that every tp rank holds; `options` replace the defaults."""
+        defaults = {"partial_grad": self.sp, "init": self.model.init_std, "decay": True}
+        return replicated_parameter(shape, name, self.tp, **defaults | self.factory | options)
+
+    def vocab_weight(self, name: str) -> nn.Parameter:
+        """Builds a weight `[v/tp, h]` of the embedding or the head."""
+        model = self.model
+        size = model.vocab_size, model.hidden_size
+        return vocab_weight(*size, name, self.tp, model.init_std, **self.factory)
+
+    def embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:
+        """Builds an embedding with a weight from `vocab_weight`."""
+        model = self.model
+        return VocabParallelEmbedding(
+            weight, model.vocab_size, self.tp, sp=self.sp, scale=model.embedding_scale
+        )
 
     def pre_norm(self, name: str) -> Norm | NoNorm:
         """Builds the norm before a residual branch (model.block_norm)."""

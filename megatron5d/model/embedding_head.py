@@ -11,8 +11,8 @@ from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.wgrad import Defer, run_now
 from megatron5d.tensor_parallel.cross_entropy import SlicedLoss, vocab_parallel_cross_entropy
-from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding, VocabRange, vocab_weight
-from megatron5d.tensor_parallel.linear import column_linear, replicated_parameter
+from megatron5d.tensor_parallel.embedding import VocabRange
+from megatron5d.tensor_parallel.linear import column_linear
 
 # global name of the embedding, and of the head's weight where the two are one parameter
 TIED = "embedding.weight"
@@ -24,22 +24,11 @@ class Embedding(Phase):
     def __init__(self, inputs: BlockInputs) -> None:
         super().__init__()
         model, self.tp, self.sp = inputs.model, inputs.tp, inputs.sp and inputs.tp.size > 1
-        h, std = model.hidden_size, model.init_std
-        table = vocab_weight(model.vocab_size, h, TIED, self.tp, std, **inputs.factory)
-        self.tokens = VocabParallelEmbedding(
-            table, model.vocab_size, self.tp, sp=inputs.sp, scale=model.embedding_scale
-        )
+        self.tokens = inputs.embedding(inputs.vocab_weight(TIED))
         self.positions = None
         if model.position == "learned":
-            self.positions = replicated_parameter(
-                (model.max_positions, h),
-                "position_embedding.weight",
-                self.tp,
-                partial_grad=self.sp,
-                init=std,
-                decay=True,
-                **inputs.factory,
-            )
+            shape = (model.max_positions, model.hidden_size)
+            self.positions = inputs.replicated(shape, "position_embedding.weight")
 
     def forward(self, x: Tensor | None, batch: MicroBatch, defer: Defer) -> Tensor:
         """Maps `batch.tokens` int64 `[b, s/cp]` -> `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`).
@@ -72,10 +61,7 @@ class OutputMatrix(nn.Module):
         self.softcap, self.slice_tokens = model.logit_softcap, inputs.config.recompute.logit_tokens
         self.vocab = VocabRange(model.vocab_size, self.tp)
         if tied is None:
-            name = TIED if model.tie_embeddings else "head.weight"
-            tied = vocab_weight(
-                model.vocab_size, model.hidden_size, name, self.tp, model.init_std, **inputs.factory
-            )
+            tied = inputs.vocab_weight(TIED if model.tie_embeddings else "head.weight")
         self.weight = tied
 
     def local_logits(self, normed: Tensor, defer: Defer = run_now) -> Tensor:

@@ -36,7 +36,6 @@ from megatron5d.phases.recompute import (
     RecomputedParts,
 )
 from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms
-from megatron5d.tensor_parallel.embedding import vocab_weight
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
 from megatron5d.topology.grid import SharedRanks
 from megatron5d.topology.init_weights import initialize
@@ -195,8 +194,7 @@ class GPT(nn.Module):
     def _table(self, inputs: BlockInputs) -> nn.Parameter:
         """This rank's part of the embedding, which all its stages share."""
         if not self._tables:
-            v, h, std = inputs.model.vocab_size, inputs.model.hidden_size, inputs.model.init_std
-            self._tables.append(vocab_weight(v, h, TIED, inputs.tp, std, **inputs.factory))
+            self._tables.append(inputs.vocab_weight(TIED))
         return self._tables[0]
 
     def _add_mtp_block(self, inputs: BlockInputs, depth: int, stage: int, position: int) -> None:

@@ -19,22 +19,18 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron5d.comm.collectives import copy_to, gather_from
 from megatron5d.kernels import accumulate_weight_grad, apply_rope_to_ends
 from megatron5d.model.attention import AttentionBranch, AttentionCore
 from megatron5d.model.block_inputs import BlockInputs
+from megatron5d.model.norm import Norm
 from megatron5d.model.rope import softmax_temperature
 from megatron5d.phases.phase import MicroBatch
 from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_buffer, run_now
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
-from megatron5d.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    local_linear,
-    replicated_parameter,
-)
+from megatron5d.tensor_parallel.linear import ColumnParallelLinear, local_linear
 
 
 class MultiLatentAttention(AttentionBranch):
@@ -52,40 +48,38 @@ class MultiLatentAttention(AttentionBranch):
         self.compress = inputs.config.parallel.cp_compress_kv and inputs.context is not None
         self.adds_grads_at_once = self.compress  # the gradient of kv_up (LatentKV)
         self.num_heads = self.tp.divide(config.num_heads, "model.num_heads")  # a/tp
-        # dn, dr, dv
-        self.dims = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        dn, dr, dv = self.dims
-        self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
-        q_rank, kv_rank, _ = self.latent_dims
+        self.dims = dn, dr, dv = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
+        self.latent_dims = q_rank, kv_rank, _ = config.q_lora_rank or 0, config.kv_lora_rank, dr
         self.enters_tp_late = config.reduces_latent_gradients
-        linear = {"init": config.init_std, **inputs.factory}
-        # a rank computes the gradient of its share of the sequence, or of its heads
+        # A rank computes the gradient of its share of the sequence, or of its heads.
         partial_grad = self.sp or not self.enters_tp_late
-        down = {"tp": self.tp, "partial_grad": partial_grad, "decay": True, **linear}
+
+        def down(rank: int, weight_name: str) -> nn.Parameter:
+            return inputs.replicated((rank, h), weight_name, partial_grad=partial_grad)
+
+        def norm(rank: int, norm_name: str) -> Norm:
+            return inputs.norm(norm_name, rank, "rmsnorm", partial_grad, eps)
+
+        def up(rank: int, features: int, layer_name: str) -> ColumnParallelLinear:
+            heads = [(config.num_heads, features)]
+            return inputs.column_linear(rank, heads, layer_name, sp=False)
+
         self.q_down = self.q_norm = None
         if q_rank:
-            self.q_down = replicated_parameter((q_rank, h), f"{name}.q_down.weight", **down)
-            self.q_norm = inputs.norm(f"{name}.q_norm", q_rank, "rmsnorm", partial_grad, eps)
-        self.kv_down = replicated_parameter((kv_rank + dr, h), f"{name}.kv_down.weight", **down)
-        self.kv_norm = inputs.norm(f"{name}.kv_norm", kv_rank, "rmsnorm", partial_grad, eps)
-        q_name = f"{name}.q_up" if q_rank else f"{name}.q"
-        self.q = ColumnParallelLinear(
-            q_rank or h, [(config.num_heads, dn + dr)], q_name, self.tp, **linear
-        )
-        self.kv_up = ColumnParallelLinear(
-            kv_rank, [(config.num_heads, dn + dv)], f"{name}.kv_up", self.tp, **linear
-        )
+            self.q_down = down(q_rank, f"{name}.q_down.weight")
+            self.q_norm = norm(q_rank, f"{name}.q_norm")
+        self.kv_down = down(kv_rank + dr, f"{name}.kv_down.weight")
+        self.kv_norm = norm(kv_rank, f"{name}.kv_norm")
+        self.q = up(q_rank or h, dn + dr, f"{name}.q_up" if q_rank else f"{name}.q")
+        self.kv_up = up(kv_rank, dn + dv, f"{name}.kv_up")
         scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
         self.core = AttentionCore(inputs, layer, scale)
-        self.out = RowParallelLinear(
-            config.num_heads * dv,
-            h,
-            f"{name}.out",
-            self.tp,
-            sp=inputs.sp,
-            bias=config.attention_out_bias,
-            init=config.output_init_std,
-            **inputs.factory,
+        self.out = inputs.row_linear(
+            config.num_heads * dv, f"{name}.out", config.attention_out_bias
         )
 
     def attend(self, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:

@@ -10,7 +10,6 @@ from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import gemms_of
-from megatron5d.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class FeedForward(nn.Module):
@@ -29,14 +28,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, inputs: BlockInputs, inner_size: int, name: str, bias: bool = False) -> None:
         super().__init__()
-        model, tp, h, f = inputs.model, inputs.tp, inputs.model.hidden_size, inner_size
+        model, blocks = inputs.model, [(inner_size, 1)] * (1 + inputs.model.gated)
         self.activation = model.activation
-        blocks = [(f, 1), (f, 1)] if model.gated else [(f, 1)]
-        linear = {"sp": inputs.sp, "bias": bias, **inputs.factory}
-        self.up = ColumnParallelLinear(h, blocks, f"{name}.up", tp, init=model.init_std, **linear)
-        self.down = RowParallelLinear(
-            f, h, f"{name}.down", tp, init=model.output_init_std, **linear
-        )
+        self.up = inputs.column_linear(model.hidden_size, blocks, f"{name}.up", bias=bias)
+        self.down = inputs.row_linear(inner_size, f"{name}.down", bias)
 
     def project_up(self, x: Tensor, defer: Defer) -> Tensor:
         """Maps `[s/cp/tp, b, h]` (sp; else `[s/cp, b, h]`) -> `[s/cp, b, f/tp]`."""

@@ -24,7 +24,7 @@ from megatron5d.model.norm import NoNorm, branch_input
 from megatron5d.phases.phase import MicroBatch, Phase
 from megatron5d.phases.recompute import KEEP_ALL, Source, recompute_from
 from megatron5d.phases.wgrad import Defer
-from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
+from megatron5d.tensor_parallel.linear import local_linear
 from megatron5d.topology.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -201,14 +201,8 @@ class MoEExperts(Phase):
                 inputs, model.shared_ffn_hidden_size, f"{name}.shared_expert", bias=model.mlp_bias
             )
         if model.shared_expert_gate:
-            self.shared_gate = replicated_parameter(
-                (1, model.hidden_size),
-                f"{name}.shared_expert.gate.weight",
-                inputs.tp,
-                partial_grad=inputs.sp,
-                init=model.init_std,
-                decay=True,
-                **inputs.factory,
+            self.shared_gate = inputs.replicated(
+                (1, model.hidden_size), f"{name}.shared_expert.gate.weight"
             )
 
     def forward(self, state: MoEState, batch: MicroBatch, defer: Defer) -> MoEState:

@@ -27,8 +27,7 @@ from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import OutputMatrix
 from megatron5d.phases.phase import MicroBatch, Phase, phases_in
 from megatron5d.phases.wgrad import Defer
-from megatron5d.tensor_parallel.embedding import VocabParallelEmbedding
-from megatron5d.tensor_parallel.linear import local_linear, replicated_parameter
+from megatron5d.tensor_parallel.linear import local_linear
 
 
 class PassThrough(Phase):
@@ -73,21 +72,10 @@ class MtpInput(Phase):
         self.final_norm = inputs.norm("final_norm") if before_head and depth == 0 else nn.Identity()
         model, name = inputs.model, f"layers.{inputs.model.num_layers + depth}.mtp"
         self.depth, h = depth, model.hidden_size
-        scale = model.embedding_scale
-        self.tokens = VocabParallelEmbedding(
-            table, model.vocab_size, inputs.tp, sp=inputs.sp, scale=scale
-        )
+        self.tokens = inputs.embedding(table)
         self.embedding_norm = inputs.norm(f"{name}.embedding_norm")
         self.hidden_norm = inputs.norm(f"{name}.hidden_norm")
-        self.join = replicated_parameter(
-            (h, 2 * h),
-            f"{name}.join.weight",
-            inputs.tp,
-            partial_grad=inputs.sp,
-            init=model.init_std,
-            decay=True,
-            **inputs.factory,
-        )
+        self.join = inputs.replicated((h, 2 * h), f"{name}.join.weight")
 
     def forward(self, state: Any, batch: MicroBatch, defer: Defer) -> tuple[Tensor, Tensor]:
         """Joins the last hidden states with the embeddings of the tokens ahead.
