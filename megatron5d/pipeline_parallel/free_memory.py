@@ -40,13 +40,9 @@ class FreeMemory:
             return
         # asks the driver, which does not wait for the device
         free, total = torch.cuda.mem_get_info(self._device)
-        before, self._reserved_bytes = (
-            self._reserved_bytes,
-            torch.cuda.memory_reserved(self._device),
-        )
-        is_short = torch.tensor(
-            [float(free < max(self._reserved_bytes - before, SPARE * total))]
-        ).pin_memory()
+        reserved = torch.cuda.memory_reserved(self._device)
+        step_bytes, self._reserved_bytes = reserved - self._reserved_bytes, reserved
+        is_short = torch.tensor([float(free < max(step_bytes, SPARE * total))]).pin_memory()
         self._pending = start_all_reduce(is_short.to(self._device, non_blocking=True), world)
 
     def finish_check(self) -> None:
