@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron5d.config.schema import ModelConfig
 from megatron5d.kernels.dispatch import FirstOrderFunction
-from megatron5d.phases.recompute import KEEP_ALL
+from megatron5d.phases.activations import KEEP_ALL
 from megatron5d.phases.wgrad import Defer, defer_weight_grad
 from megatron5d.precision.gemm import expert_gemms_of
 from megatron5d.topology.axis import Axis

@@ -16,8 +16,8 @@ from megatron5d.context_parallel.block_attention import KVFormat
 from megatron5d.kernels import apply_rope, apply_rope_to_projection, attention
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.norm import AllHeadsNorm
+from megatron5d.phases.activations import KEEP_ALL
 from megatron5d.phases.phase import MicroBatch, Phase
-from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import PLAIN, Gemms, gemms_of
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter

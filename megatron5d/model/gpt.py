@@ -28,13 +28,13 @@ from megatron5d.model.block import TransformerBlock
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.embedding_head import TIED, Embedding, Head
 from megatron5d.model.partition import StageSpec, full_model
-from megatron5d.phases.phase import Phase, phases_in
-from megatron5d.phases.recompute import (
+from megatron5d.phases.activations import (
     KEEP_ALL,
     ActivationPolicy,
     HasRecomputedParts,
     RecomputedParts,
 )
+from megatron5d.phases.phase import Phase, phases_in
 from megatron5d.precision.gemm import PLAIN, ExpertGemms, Gemms
 from megatron5d.tensor_parallel.overlap import NO_OVERLAP, Chunked, Overlap
 from megatron5d.topology.grid import SharedRanks

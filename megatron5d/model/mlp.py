@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.norm import NoNorm, branch_input
+from megatron5d.phases.activations import KEEP_ALL
 from megatron5d.phases.phase import MicroBatch, Phase
-from megatron5d.phases.recompute import KEEP_ALL
 from megatron5d.phases.wgrad import Defer
 from megatron5d.precision.gemm import gemms_of
 

@@ -21,8 +21,8 @@ from megatron5d.expert_parallel.token_share import Tokens
 from megatron5d.model.block_inputs import BlockInputs
 from megatron5d.model.mlp import FeedForward
 from megatron5d.model.norm import NoNorm, branch_input
+from megatron5d.phases.activations import KEEP_ALL, Source, recompute_from
 from megatron5d.phases.phase import MicroBatch, Phase
-from megatron5d.phases.recompute import KEEP_ALL, Source, recompute_from
 from megatron5d.phases.wgrad import Defer
 from megatron5d.tensor_parallel.linear import local_linear
 from megatron5d.topology.mesh import Mesh

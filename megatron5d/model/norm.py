@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatron5d.comm.collectives import copy_to, reduce_from
 from megatron5d.kernels.choice import AUTO, Settings
 from megatron5d.kernels.dispatch import statistics_dtype
-from megatron5d.phases.recompute import KEEP_ALL
+from megatron5d.phases.activations import KEEP_ALL
 from megatron5d.precision.gemm import PLAIN, Gemms
 from megatron5d.tensor_parallel.linear import column_pieces, replicated_parameter
 from megatron5d.topology.axis import Axis

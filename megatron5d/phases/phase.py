@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron5d.phases.recompute import ActivationPolicy
+from megatron5d.phases.activations import ActivationPolicy
 
 KINDS = ("forward", "recompute", "backward", "wgrad")
 """Passes of a phase: F; its repetition where a backward recomputes it; the gradient of its input (B

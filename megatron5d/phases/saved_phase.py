@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megatron5d.phases.offload import HostCopy
+from megatron5d.phases.activations import HostCopy, run_backward
 from megatron5d.phases.phase import MicroBatch, Phase
-from megatron5d.phases.recompute import run_backward
 from megatron5d.phases.wgrad import Closure, defer_autograd_grad, defer_autograd_grads, run_now
 
 # makes autograd record a phase's input; gets no gradient itself

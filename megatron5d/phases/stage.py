@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron5d.phases.offload import HostCopy
+from megatron5d.phases.activations import HostCopy
 from megatron5d.phases.phase import MicroBatch, Phase, PhaseHooks
 from megatron5d.phases.saved_phase import SavedMicroBatch, Step, map_tensors, on_device
 from megatron5d.phases.wgrad import run_now

@@ -49,7 +49,7 @@ from megatron5d.kernels.fp8.quantize_tensor import (
     quantize_tensor_both_ways,
 )
 from megatron5d.kernels.fp8.transpose import fp8_transpose, transpose_values
-from megatron5d.phases.recompute import recomputable
+from megatron5d.phases.activations import recomputable
 from megatron5d.phases.wgrad import grad_target
 from megatron5d.precision.fp8_tensor import Fp8Tensor, NormFp8, SwigluFp8
 from megatron5d.precision.fp8_weights import QuantizedPair, quantized_weight, stack_shape

@@ -27,7 +27,7 @@ from megatron5d.model.gpt import GPT, is_recomputed
 from megatron5d.model.partition import StageSpec, full_model
 from megatron5d.optim.muon import gathered_shape, replace_by_update
 from megatron5d.optim.sharded_state import uses_muon
-from megatron5d.phases.offload import COPY_CALLBACK
+from megatron5d.phases.activations import COPY_CALLBACK
 from megatron5d.phases.phase import Phase
 from megatron5d.phases.stage import Pass, Stage
 from megatron5d.phases.wgrad import grad_buffer
@@ -320,7 +320,7 @@ def _units(config: Config, trace: _Trace) -> dict[Kind, Unit]:
             op: total_work(by_phase[phase] for phase in unit if phase in by_phase)
             for op, by_phase in passes.items()
         }
-        # Offloaded tensors return during the backward of another unit (phases/offload.py).
+        # Offloaded tensors return during the backward of another unit (phases/activations.py).
         for op in {"B", "I"} & works.keys():
             works[op] = dataclasses.replace(works[op], host_bytes=works["F"].host_bytes)
         units[kind] = Unit(

@@ -7,8 +7,8 @@ from whole_stage import WholeStage
 
 from megatron5d.comm.all_to_all import Exchange, gather_rows, reduce_scatter_rows
 from megatron5d.comm.ledger import Ledger
+from megatron5d.phases.activations import ActivationPolicy
 from megatron5d.phases.phase import Phase
-from megatron5d.phases.recompute import ActivationPolicy
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.mesh import build_mesh
 

@@ -14,8 +14,7 @@ from whole_stage import WholeStage, new_model
 from megatron5d.config.schema import MoeConfig, RecomputeConfig
 from megatron5d.expert_parallel.dispatcher import DirectDispatch
 from megatron5d.model.rope import RotaryTables
-from megatron5d.phases.offload import HostCopy
-from megatron5d.phases.recompute import ActivationPolicy, RecomputedParts
+from megatron5d.phases.activations import ActivationPolicy, HostCopy, RecomputedParts
 from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.precision import fp8_recipes
 

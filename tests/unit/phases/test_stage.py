@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from whole_stage import WholeStage
 
+from megatron5d.phases.activations import ActivationPolicy
 from megatron5d.phases.phase import Phase, PhaseHooks
-from megatron5d.phases.recompute import ActivationPolicy
 from megatron5d.phases.wgrad import add_weight_grad
 
 

@@ -21,7 +21,7 @@ from megatron5d.config.schema import DataConfig, PipelineConfig, RecomputeConfig
 from megatron5d.data.batch import SequenceSharding
 from megatron5d.data.sample_order import micro_batch_samples
 from megatron5d.model.gpt import GPT
-from megatron5d.phases.offload import HostCopy
+from megatron5d.phases.activations import HostCopy
 from megatron5d.phases.phase import MicroBatch
 from megatron5d.phases.stage import Stage
 from megatron5d.planning.memory.forecast import Forecaster, Target

@@ -11,7 +11,7 @@ from whole_stage import loss_and_gradients
 from megatron5d import kernels
 from megatron5d.config.schema import RecomputeConfig
 from megatron5d.kernels.norm import norm_reference
-from megatron5d.phases import recompute as activations
+from megatron5d.phases import activations
 from megatron5d.planning.memory.trace import MemoryWatch
 from megatron5d.precision import fp8_recipes as fp8
 from megatron5d.precision.fp8_tensor import Fp8Tensor
