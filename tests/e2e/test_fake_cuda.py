@@ -186,7 +186,8 @@ from megatron5d.phases.stage import Stage
 from megatron5d.topology.mesh import build_mesh
 from megatron5d.topology.shard_spec import state_of
 from megatron5d.train.build import sizes_of
-config = load_config(["model=qwen3_30b_a3b", "model.num_layers=1", "model.num_experts=16", "precision.dtype=bf16"])
+overrides = "model=qwen3_30b_a3b model.num_layers=1 model.num_experts=16 precision.dtype=bf16"
+config = load_config(overrides.split())
 model = GPT(config, build_mesh(sizes_of(config, 1)), torch.device("cuda"))
 for parameter in model.parameters():
     state_of(parameter).main_grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -280,7 +281,8 @@ def isolated():
     torch.cuda.current_stream().wait_event(event)
     return x + 1
 host = torch.ones(9)
-for work in (lambda: x + 1, unjoined, isolated, lambda: x.sum().item(), lambda: host.cuda(), event.query):
+waits = (lambda: x.sum().item(), lambda: host.cuda(), event.query)
+for work in (lambda: x + 1, unjoined, isolated, *waits):
     graph = torch.cuda.CUDAGraph()
     try:
         graph.capture_begin(capture_error_mode="thread_local")

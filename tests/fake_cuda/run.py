@@ -65,7 +65,7 @@ def build(packages: Path) -> Path:
 
 
 def sweep(messages: Path = Path("/dev/shm/fake_cuda")) -> None:
-    """Removes messages of communicators whose creator has ended; names begin with its process id."""
+    """Removes messages of communicators whose creator, whose id begins the name, has ended."""
     for folder in messages.glob("*-*-*"):
         if not Path("/proc", folder.name.partition("-")[0]).exists():
             shutil.rmtree(folder, ignore_errors=True)

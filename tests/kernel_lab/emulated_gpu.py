@@ -1,11 +1,11 @@
-"""Run compiled kernels on tensors of the CPU: Triton's compiler makes PTX, and a machine in
-`emulator/` executes it.
+"""Runs compiled kernels on tensors of the CPU: Triton's compiler makes PTX, which a machine in
+`emulator/` executes.
 
-The interpreter runs a kernel's Python; here runs what the compiler made of it for one architecture,
+The interpreter runs a kernel's Python. Here runs what the compiler made of it for one architecture,
 with that architecture's tiles: pipelined copies, bulk copies by descriptor, GEMMs of warp groups,
-barriers. Every access is held against the tensors of the launch, and what is asynchronous completes
-early or late by chance. It needs g++. PTX is where it ends: the assembler, real memory and time are
-a GPU's.
+barriers. Every access is checked against the tensors of the launch, and asynchronous work completes
+early or late at random. It requires g++. It ends at PTX: only a GPU has the assembler's code, real
+memory and time.
 """
 
 import ctypes
@@ -31,38 +31,29 @@ from megatron5d.kernels import dispatch, tuning
 SOURCES = Path(__file__).parent / "emulator"
 BUILD = Path(__file__).parents[2] / ".cache" / "emulator"
 _SWIZZLES = (0, 32, 64, 128)
-_ROOM = 4096
+_MESSAGE_BYTES = 4096
 
 
 def library() -> ctypes.CDLL:
-    """The machine, compiled where its sources have changed."""
+    """The machine, compiled if its sources have changed."""
     sources = sorted(SOURCES.glob("*.cpp"))
     text = b"".join(path.read_bytes() for path in [*sources, *SOURCES.glob("*.h")])
-    made = BUILD / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
+    path = BUILD / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, for half a minute
-        if not made.exists():
-            unfinished = made.with_suffix(".unfinished")
-            command = [
-                "g++",
-                "-std=c++20",
-                "-O2",
-                "-ffp-contract=off",
-                "-fPIC",
-                "-shared",
-                "-o",
-                str(unfinished),
-            ]
-            subprocess.run([*command, *map(str, sources)], check=True)
-            unfinished.rename(made)
-    loaded = ctypes.CDLL(str(made))
-    loaded.ptx_load.restype = ctypes.c_void_p
-    return loaded
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of several processes compiles, for half a minute
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-o"]
+            subprocess.run([*command, str(unfinished), *map(str, sources)], check=True)
+            unfinished.rename(path)
+    machine = ctypes.CDLL(str(path))
+    machine.ptx_load.restype = ctypes.c_void_p
+    return machine
 
 
 class _Descriptor(NamedTuple):
-    """A tensor descriptor, with the fields that Triton gives CUDA's."""
+    """A tensor descriptor, with the fields that Triton passes to CUDA."""
 
     base: int
     swizzle: int
@@ -87,7 +78,7 @@ class _Descriptor(NamedTuple):
 
 
 class _Utils:
-    """What Triton asks of a driver's C module."""
+    """The functions of a driver's C module that Triton calls."""
 
     def __init__(self, machine: "_Driver"):
         self.machine = machine
@@ -100,8 +91,8 @@ class _Utils:
         }
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
-        message = ctypes.create_string_buffer(_ROOM)
-        program = self.machine.library.ptx_load(binary, message, _ROOM)
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        program = self.machine.library.ptx_load(binary, message, _MESSAGE_BYTES)
         if not program:
             raise RuntimeError(f"{name}: {message.value.decode()}")
         return None, program, 0, 0, 1024
@@ -132,16 +123,16 @@ class _Launcher:
                 )
         return values
 
-    # the grid, the stream, the program, four for hooks; then the kernel's arguments
-    def __call__(self, *everything):
-        grid, program, arguments = everything[:3], everything[4], everything[9:]
+    # Arguments: the grid, the stream, the program, four for hooks, then the kernel's.
+    def __call__(self, *args):
+        grid, program, arguments = args[:3], args[4], args[9:]
         machine = driver.active
         values = self.flat(self.signature.values(), arguments, list(self.descriptors or ()))
-        values += [None, None]  # scratch memory: for the kernel, and for a profiler
+        values += [None, None]  # scratch memory for the kernel and for a profiler
         block = _parameter_block(machine.library, program, values)
-        ranges = sorted({one for one in [*allowed, *storages(arguments)] if one[1] > one[0]})
-        flat_ranges = [edge for one in _merged(ranges) for edge in one]
-        message, steps = ctypes.create_string_buffer(_ROOM), ctypes.c_uint64()
+        ranges = sorted({(a, b) for a, b in [*allowed, *storages(arguments)] if b > a})
+        flat_ranges = [edge for bounds in _merged(ranges) for edge in bounds]
+        message, steps = ctypes.create_string_buffer(_MESSAGE_BYTES), ctypes.c_uint64()
         failed = machine.library.ptx_launch(
             ctypes.c_void_p(program),
             (ctypes.c_uint32 * 3)(*grid),
@@ -153,7 +144,7 @@ class _Launcher:
             len(flat_ranges) // 2,
             ctypes.byref(steps),
             message,
-            _ROOM,
+            _MESSAGE_BYTES,
         )
         if failed:
             raise EmulationFault(
@@ -163,18 +154,18 @@ class _Launcher:
 
 
 class EmulationFault(RuntimeError):
-    """A kernel did what a GPU would refuse, or get wrong without a word."""
+    """A kernel did what a GPU would refuse, or silently get wrong."""
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that overlap as one; those that only touch stay apart."""
-    apart: list[tuple[int, int]] = []
-    for first, last in ranges:
-        if apart and first < apart[-1][1]:
-            apart[-1] = (apart[-1][0], max(last, apart[-1][1]))
+    """Merges ranges that overlap, not those that only touch."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            apart.append((first, last))
-    return apart
+            merged.append((start, stop))
+    return merged
 
 
 def _parameter_block(library: ctypes.CDLL, program: int, values: list):
@@ -192,7 +183,7 @@ def _parameter_block(library: ctypes.CDLL, program: int, values: list):
 def _bytes(value, size: int) -> bytes:
     if isinstance(value, _Descriptor):
         return value.packed().ljust(size, b"\0")
-    if isinstance(value, tuple):  # a float, and its type
+    if isinstance(value, tuple):  # the type of a float, and the number
         kind, number = value
         if kind == "bf16":
             return struct.pack("<f", number)[2:]
@@ -203,7 +194,7 @@ def _bytes(value, size: int) -> bytes:
 
 
 class _Driver:
-    """Triton's driver of a GPU that is emulated."""
+    """Triton's driver of an emulated GPU."""
 
     launcher_cls = _Launcher
 
@@ -213,8 +204,7 @@ class _Driver:
         self.seed = seed << 16
 
     def next_seed(self) -> int:
-        """Another one for each launch: the order of blocks and warps, and what is late, follow from
-        it."""
+        """Seed of a launch's order of blocks and warps, and of what completes late."""
         self.seed += 1
         return self.seed
 
@@ -235,18 +225,21 @@ class _Driver:
 
 
 def install(name: str, seed: int = 0) -> _Driver:
-    """From now on operations on tensors of the CPU run their kernels, compiled and emulated.
+    """Makes operations on tensors of the CPU run their kernels, compiled and emulated.
 
     Args:
         name: the architecture: sm_80, sm_90, sm_100 or sm_120.
-        seed: of what is left to chance: the order of blocks and of warps, and what completes late.
+        seed: of the order of blocks and warps, and of what completes late.
     """
     translate_faster()
     emulated = _Driver(name, seed)
     driver.set_active(emulated)
-    assembled_by = CUDABackend.hash
-    mock.patch.object(CUDABackend, "make_cubin", lambda self, text, *_: text.encode()).start()
-    mock.patch.object(CUDABackend, "hash", lambda self: assembled_by(self) + "-emulated").start()
-    mock.patch.object(dispatch, "INTERPRETED", True).start()
-    mock.patch.object(tuning, "architecture", lambda device: name).start()
+    original_hash = CUDABackend.hash
+    for target, attribute, replacement in (
+        (CUDABackend, "make_cubin", lambda self, text, *_: text.encode()),
+        (CUDABackend, "hash", lambda self: original_hash(self) + "-emulated"),
+        (dispatch, "INTERPRETED", True),
+        (tuning, "architecture", lambda device: name),
+    ):
+        mock.patch.object(target, attribute, replacement).start()
     return emulated

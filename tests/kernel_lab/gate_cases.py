@@ -149,8 +149,7 @@ def _fp8() -> None:
 
 
 def _fp8_weight_grad() -> None:
-    """As a linear layer does it: both operands from the transpose, the scales of a group adjacent in
-    memory."""
+    """As in a linear layer: both operands from the transpose, the scales of a group adjacent."""
     dy, x = (fp8_transpose(fp8_rows(4096, n), powers_of_two=True) for n in (7168, 2048))
     fp8_matmul(dy, x, into=float32(7168, 2048))
 

@@ -1,11 +1,11 @@
-"""Make Triton's interpreter notice what a GPU would silently get wrong.
+"""Makes Triton's interpreter detect what a GPU would silently get wrong.
 
-- a load or store outside every tensor argument raises (on a GPU it reads a neighbour or kills the
-    context);
-- a masked load without `other` yields NaN, or the largest integer, where it is masked (a GPU:
-    anything);
-- `device_assert` fires, and so does 32-bit integer overflow in address arithmetic;
-- a scalar may be used as an index with NumPy 2.4 and later.
+- A load or store outside every tensor argument raises (a GPU reads other data, or loses its
+  context).
+- A masked load without `other` gives NaN, or the largest integer, where it is masked (a GPU:
+  anything).
+- `device_assert` raises, and so does 32-bit integer overflow in address arithmetic.
+- A scalar can be an index with NumPy 2.4 and later.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ _POISON = {8: 0x7F, 16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}
 
 
 def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
-    # a block's condition and a scalar's: the interpreter makes integers of it
+    # The interpreter turns the condition of a block and of a scalar into integers.
     masked = np.asarray(mask.data, bool)
     live = pointers.data.reshape(-1)
     if not masked.all():
@@ -41,12 +41,12 @@ def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
         inside |= (live >= np.uint64(start)) & (live + np.uint64(width) <= np.uint64(stop))
     if not inside.all():
         first = int(live[~inside][0])
-        start, stop = min(
-            allowed, key=lambda r: min(abs(r[0] - first), abs(r[1] - first)), default=(0, 0)
-        )
+        distance = lambda bounds: min(abs(edge - first) for edge in bounds)  # noqa: E731
+        start, stop = min(allowed, key=distance, default=(0, 0))
         raise IndexError(
-            f"{what} out of bounds: {int((~inside).sum())} of {live.size} lanes, the first at byte {first - start} "
-            f"of an argument of {stop - start} bytes, in program {interpreter.interpreter_builder.grid_idx}"
+            f"{what} out of bounds: {int((~inside).sum())} of {live.size} lanes, the first at byte "
+            f"{first - start} of an argument of {stop - start} bytes, in program "
+            f"{interpreter.interpreter_builder.grid_idx}"
         )
 
 
@@ -54,21 +54,15 @@ def _poisoned(pointers: TensorHandle) -> TensorHandle:
     dtype = pointers.get_element_ty()
     np_dtype = interpreter._get_np_dtype(dtype)
     if not dtype.is_floating():
-        return TensorHandle(
-            np.full(
-                pointers.data.shape,
-                True if np_dtype.kind == "b" else np.iinfo(np_dtype).max,
-                np_dtype,
-            ),
-            dtype,
-        )
+        largest = True if np_dtype.kind == "b" else np.iinfo(np_dtype).max
+        return TensorHandle(np.full(pointers.data.shape, largest, np_dtype), dtype)
     bits = 0x7FC0 if dtype == tl.bfloat16 else _POISON[dtype.primitive_bitwidth]
     raw = np.full(pointers.data.shape, bits, getattr(np, f"uint{dtype.primitive_bitwidth}"))
     return TensorHandle(raw.view(np_dtype), dtype)
 
 
 def _check_overflow(self, a, b, operation) -> None:
-    """Triton's own check, which takes ten operations of the interpreter, in one of NumPy."""
+    """Triton's own check, in one operation of NumPy instead of ten of the interpreter."""
     kind = a.type.scalar
     if kind.int_bitwidth < 64:
         exact = _EXACT[operation.__name__](a.handle.data, b.handle.data, dtype=np.int64)
@@ -93,8 +87,8 @@ def _checked_call(original):
 def _checked_load(original):
     def load(self, pointers, mask, other, *hints, **named):
         _check(pointers, mask, "load")
-        # The frontend drops a scalar load's `other` when it is zero: an interpreted scalar has a
-        # truth value.
+        # The frontend drops a scalar load's `other` if it is zero, because an interpreted scalar
+        # has a truth value.
         if other is None and pointers.data.size > 1 and not np.all(mask.data):
             other = _poisoned(pointers)
         return original(self, pointers, mask, other, *hints, **named)
@@ -102,20 +96,15 @@ def _checked_load(original):
     return load
 
 
-def _checked_store(original):
-    def store(self, pointers, value, mask, *hints):
-        _check(pointers, mask, "store")
-        return original(self, pointers, value, mask, *hints)
+def _checked_write(original, what: str):
+    """Checks (pointers, value, mask, …) of a store, or (operation, pointers, …) of an atomic."""
 
-    return store
+    def write(self, *args):
+        pointers, _, mask = args[1:4] if what == "atomic" else args[:3]
+        _check(pointers, mask, what)
+        return original(self, *args)
 
-
-def _checked_atomic(original):
-    def atomic(self, operation, pointers, value, mask, *hints):
-        _check(pointers, mask, "atomic")
-        return original(self, operation, pointers, value, mask, *hints)
-
-    return atomic
+    return write
 
 
 def _indexable(original):
@@ -133,8 +122,8 @@ def install_checks() -> None:
     builder = InterpreterBuilder
     GridExecutor.__call__ = _checked_call(GridExecutor.__call__)
     builder.create_masked_load = _checked_load(builder.create_masked_load)
-    builder.create_masked_store = _checked_store(builder.create_masked_store)
-    builder.create_atomic_rmw = _checked_atomic(builder.create_atomic_rmw)
+    builder.create_masked_store = _checked_write(builder.create_masked_store, "store")
+    builder.create_atomic_rmw = _checked_write(builder.create_atomic_rmw, "atomic")
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
     interpreter._patch_lang_tensor = _indexable(interpreter._patch_lang_tensor)
     interpreter.interpreter_builder.options = InterpreterOptions(debug=True)

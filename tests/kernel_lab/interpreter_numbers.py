@@ -1,15 +1,14 @@
-"""Make Triton's interpreter compute with narrow floats as a GPU does.
+"""Makes Triton's interpreter compute with narrow floats as a GPU does.
 
-The interpreter keeps bfloat16 and float8 as raw unsigned integers, then adds, compares and
-multiplies those integers. Its casts truncate or lose the carry of the mantissa. A right kernel
-looks wrong and a wrong one can look right. Here:
- - every cast is torch's own, to nearest even; float8 saturates at its largest value, as the GPU's
-     conversion does;
- - arithmetic, comparison, reduction, scan, dot and atomics on narrow floats widen to float32 and
-     round once after;
- - float16 dots accumulate in float32;
- - of a number and NaN, `tl.maximum` and `tl.minimum` give the number, unless they are told
-     otherwise.
+The interpreter stores bfloat16 and float8 as unsigned integers, then adds, compares and multiplies
+those integers. Its casts truncate or lose the carry of the mantissa. A correct kernel looks wrong,
+and a wrong one can look correct. Here
+- every cast is torch's own, to nearest even; float8 saturates at its largest value, as the GPU's
+  conversion does;
+- arithmetic, comparison, reduction, scan, dot and atomics on narrow floats widen to float32 and
+  round once after;
+- float16 dots accumulate in float32;
+- of a number and NaN, `tl.maximum` and `tl.minimum` give the number, unless NaN is to propagate.
 """
 
 import numpy as np
@@ -131,15 +130,15 @@ def _repair_reduction(cls) -> None:
             for t, d in zip(inputs, narrow_dtypes)
         )
         result = original(self, wide)
-        parts = list(result) if isinstance(result, (list, tuple)) else [result]
-        for i, (part, dtype) in enumerate(zip(parts, narrow_dtypes)):
-            if dtype and part.dtype == tl.float32:
-                handle = narrow(part.handle, dtype)
-                kind = (
-                    tl.block_type(dtype, list(handle.data.shape)) if part.type.is_block() else dtype
-                )
-                parts[i] = tl.core.tensor(handle, kind)
-        return parts if isinstance(result, (list, tuple)) else parts[0]
+        is_list = isinstance(result, (list, tuple))
+        tensors = list(result) if is_list else [result]
+        for i, (tensor, dtype) in enumerate(zip(tensors, narrow_dtypes)):
+            if dtype and tensor.dtype == tl.float32:
+                handle = narrow(tensor.handle, dtype)
+                shape = list(handle.data.shape)
+                kind = tl.block_type(dtype, shape) if tensor.type.is_block() else dtype
+                tensors[i] = tl.core.tensor(handle, kind)
+        return tensors if is_list else tensors[0]
 
     cls.apply_impl = apply
 
@@ -149,18 +148,16 @@ def _atomic(self, operation, pointer, value, mask, sem, scope):
         return _original_atomic(self, operation, pointer, value, mask, sem, scope)
     assert operation == interpreter._ir.ATOMIC_OP.FADD, operation
     dtype, raw = value.dtype.scalar, value.data.dtype
-    where, wanted = (
-        pointer.data.reshape(-1),
-        np.broadcast_to(mask.data, pointer.data.shape).reshape(-1),
-    )
+    addresses = pointer.data.reshape(-1)
+    live = np.broadcast_to(mask.data, pointer.data.shape).reshape(-1)
     added, old = widen(value).data.reshape(-1), np.zeros(pointer.data.size, raw)
     one = np.ones(1, bool)
-    for i in np.flatnonzero(wanted):  # one by one: two lanes may name the same address
-        old[i] = interpreter._interpreter.load(where[i : i + 1], one, np.zeros(1, raw), raw)[0]
+    for i in np.flatnonzero(live):  # one by one, because two lanes may have the same address
+        address = addresses[i : i + 1]
+        old[i] = interpreter._interpreter.load(address, one, np.zeros(1, raw), raw)[0]
         total = widen(TensorHandle(old[i : i + 1], dtype)).data + added[i : i + 1]
-        interpreter._interpreter.store(
-            where[i : i + 1], narrow(TensorHandle(total, tl.float32), dtype).data, one
-        )
+        rounded = narrow(TensorHandle(total, tl.float32), dtype).data
+        interpreter._interpreter.store(address, rounded, one)
     return TensorHandle(old.reshape(pointer.data.shape), dtype)
 
 

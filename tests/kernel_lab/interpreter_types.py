@@ -1,12 +1,12 @@
-"""Spare Triton's interpreter what it makes anew for every operation, which is most of its time.
+"""Spares Triton's interpreter what it recreates for every operation, which takes most of its time.
 
-An operation makes the type of its result, a tuple for its shape, a constant for each size, and of
-each tuple a type of its own that is spelt out as text and never read. Every call of a device
-function lists all members of the language again, and replaces what its kernel has replaced already.
-Types of the same shape are made once here, tuples' types when they are asked for, lists of members
-once; members are replaced once for a kernel; and operands of one type are not asked twenty times
-whether they have to be converted to each other. What is refused is refused as before: whatever is
-not made of plain integers goes the interpreter's own way.
+An operation creates the type of its result, a tuple for its shape, a constant for each size, and
+for each tuple a type that is rendered as text and never read. Every call of a device function lists
+all members of the language again, and replaces what its kernel has replaced already. Here types of
+the same shape are created once, types of tuples when they are read, lists of members once; members
+are replaced once per kernel; and operands of one type are not checked twenty times for a conversion
+between them. What was refused still is: whatever does not consist of plain integers takes the
+interpreter's own path.
 """
 
 import inspect
@@ -25,34 +25,22 @@ from triton.runtime import interpreter
 _make_block_type = core.block_type.__init__
 _find_np_dtype = interpreter._get_np_dtype
 _equal = core.dtype.__eq__
-_computation_type, _broadcast = (
-    TritonSemantic.computation_type_impl,
-    TritonSemantic.broadcast_impl_value,
-)
-_PLAIN = {
-    tl.float32,
-    tl.float64,
-    tl.int8,
-    tl.int16,
-    tl.int32,
-    tl.int64,
-    tl.uint8,
-    tl.uint16,
-    tl.uint32,
-    tl.uint64,
-}
-# the first type of each shape; others share its tuple
+_computation_type = TritonSemantic.computation_type_impl
+_broadcast = TritonSemantic.broadcast_impl_value
+_PLAIN = {tl.float32, tl.float64}
+_PLAIN |= {getattr(tl, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+# The first type of each shape; other types share its tuple.
 _shapes: dict[tuple[int, ...] | None, core.block_type] = {}
-_patch_lang, _patched = interpreter._patch_lang, set()  # the packages that are patched now
+_patch_lang, _patched = interpreter._patch_lang, set()  # packages that are patched at present
 _np_dtypes: dict[str, object] = {}
 
 
 def _block_type(self, element_ty, shape) -> None:
     first, sizes = vars(shape).get("first") if isinstance(shape, core.tuple) else None, None
-    # Triton's own tuple: a Python one is refused
+    # Triton's own tuple, because a Python one is refused
     if first is None and isinstance(shape, list | core.tuple):
         sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
-        # 4.0 == 4 would find the type of 4
+        # 4.0 == 4 would select the type of 4
         sizes = sizes if all(type(size) is int for size in sizes) else None
         first = _shapes.get(sizes)
     if first is not None:
@@ -102,7 +90,7 @@ def _builtins(package) -> list[str]:
 def _patch_builtin(package, builder, scope) -> None:
     for name in _builtins(package):
         member = getattr(package, name)
-        # else it is patched already, by the kernel that calls this function
+        # Otherwise the kernel that calls this function has patched it.
         if core.is_builtin(member):
             interpreter._patch_attr(package, name, member, builder, scope)
 
@@ -113,8 +101,8 @@ def _languages(function) -> frozenset:
 
 
 def _patch_for_kernel(function):
-    """Patches until the kernel ends; for a device function of another package, which nobody
-    restores, for good."""
+    """Patches until the kernel ends, or for good for a device function of another package, which is
+    never restored."""
     scope, languages = _patch_lang(function), _languages(function)
     _patched.update(languages)
     restore = scope.restore
@@ -141,30 +129,25 @@ def _is_equal(self, other) -> bool:
 
 
 def _type_of_result(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
-    """Of two operands of one plain type it is that type, whatever the operation."""
-    return (
-        a
-        if a is b and a in _PLAIN
-        else _computation_type(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
-    )
+    """The type of two operands of one plain type is that type, for any operation."""
+    if a is b and a in _PLAIN:
+        return a
+    return _computation_type(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
 
 
 def _broadcast_once(self, a, b):
-    """Types of one shape share its tuple: there is nothing to repeat."""
+    """Types of one shape share its tuple: nothing has to be repeated."""
     same = a.type.is_block() and b.type.is_block() and a.type.shape is b.type.shape
     return (a, b) if same else _broadcast(self, a, b)
 
 
 def translate_faster() -> None:
-    """Spares the translation of a kernel a third of its time: types, signatures and filters that
-    are made anew."""
+    """Saves a third of a kernel's translation: types, signatures and filters that are recreated."""
     core.block_type.__init__ = _block_type
     core.tensor.__init__ = _tensor
     core.dtype.__eq__ = _is_equal
-    TritonSemantic.computation_type_impl, TritonSemantic.broadcast_impl_value = (
-        _type_of_result,
-        _broadcast_once,
-    )
+    TritonSemantic.computation_type_impl = _type_of_result
+    TritonSemantic.broadcast_impl_value = _broadcast_once
     core.tuple.__init__ = _tuple
     core.tuple.type = property(_type_of_tuple, lambda self, type: vars(self).update(_type=type))
     code_generator.inspect = SimpleNamespace(
@@ -175,11 +158,11 @@ def translate_faster() -> None:
 
 
 def make_types_once() -> None:
-    """Replaces how the interpreter makes types; call once, before the first kernel runs."""
+    """Replaces how the interpreter creates types; call once, before the first kernel runs."""
     translate_faster()
     interpreter._get_np_dtype = _np_dtype
     for package in (tl, tl.math, core, core.tensor, core.tensor_descriptor_base):
-        # now: a kernel that another thread has begun would hide what it has patched, for good
+        # Now, because a kernel that runs in another thread would hide what it has patched for good.
         _builtins(package)
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_for_kernel

@@ -1,4 +1,4 @@
-"""The CPU attention paths against a loop over single queries, and blocks of keys that are merged."""
+"""The CPU attention paths against a loop over single queries; merged blocks of keys."""
 
 import itertools
 import math

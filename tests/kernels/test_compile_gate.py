@@ -148,20 +148,20 @@ def test_other_numbers_of_an_experts_rows_do_not_recompile():
     """
     compiled = """
 import torch
-from megatron5d.kernels.fp8.quantize import E4M3, Quantized
 from megatron5d.kernels.fp8.quantize_tensor import amax_of_rows, quantize_by_row
 from megatron5d.kernels.fp8.transpose import fp8_transpose
 from megatron5d.kernels.gemm import grouped_matmul
 from kernel_lab.capture import capture
-from kernel_lab.gate_cases import meta
+from kernel_lab.gate_cases import fp8_rows, meta
 offsets, weight = meta(65, dtype=torch.int64), meta(64, 1408, 2048)
 with capture("sm_90") as (launches, _):
     for rows in (8192, 8200, 8197, 1):
         grouped_matmul(meta(rows, 2048), weight, offsets)
-        fp8_transpose(Quantized(meta(rows, 2048, dtype=E4M3), meta(rows, 16, dtype=torch.float32), 1), offsets)
+        fp8_transpose(fp8_rows(rows, 2048), offsets)
         quantize_by_row(meta(rows, 2048), amax_of_rows(meta(rows, 2048)))
 print(len({id(launch.compiled) for launch in launches}), len(launches))
-print("st.global.b8" in launches[1].compiled.asm["ptx"])  # of fp8_transpose: values stored byte by byte
+# of fp8_transpose: values stored byte by byte
+print("st.global.b8" in launches[1].compiled.asm["ptx"])
 """
     run = Fork(lambda: exec(compiled, {}), ROOT).wait()
     assert run.stdout.split() == ["4", "16", "False"], run.stdout + run.stderr
@@ -215,8 +215,11 @@ from kernel_lab.gate_cases import CASES
 with capture("sm_90") as (launches, _):
     CASES["attention-128"].run()
 # two loops, with a mask and without; the forward makes one GEMM before them
-for operation, kernel, gemms in (("forward", "_forward_kernel", 5), ("backward_keys", "_key_value_kernel", 8),
-                                    ("backward_queries", "_query_kernel", 6)):
+for operation, kernel, gemms in (
+    ("forward", "_forward_kernel", 5),
+    ("backward_keys", "_key_value_kernel", 8),
+    ("backward_queries", "_query_kernel", 6),
+):
     entries = tuning.table("sm_90")[f"attention_{operation}"]
     config = next(entry["config"] for entry in entries if entry["up_to"]["head_dim"] == 128)
     (launch,) = [each for each in launches if each.name == kernel]

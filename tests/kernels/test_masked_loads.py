@@ -1,8 +1,8 @@
 """Every masked load says what its other lanes are, which would be undefined, or its kernel does not
 store them.
 
-The interpreter poisons them, but the suite interprets a part of the cases only; compilers for NVIDIA
-produce zeros.
+The interpreter poisons them, but the suite interprets a part of the cases only; compilers for
+NVIDIA produce zeros.
 """
 
 import ast

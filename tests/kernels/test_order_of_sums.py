@@ -46,5 +46,6 @@ def test_sums_of_rounded_numbers_have_the_same_order_in_every_run():
 
 
 def test_one_is_detected():
-    text = "def f(x):\n    x.index_add_(0, i, y)\ndef g(x):\n    x.add_(y)\ndef h(p):\n    tl.atomic_add(p, 1.0)\n"
+    bodies = {"f": "x.index_add_(0, i, y)", "g": "x.add_(y)", "h": "tl.atomic_add(x, 1.0)"}
+    text = "".join(f"def {name}(x):\n    {body}\n" for name, body in bodies.items())
     assert adds_in_any_order(text) == {"f", "h"}

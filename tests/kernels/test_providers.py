@@ -1,5 +1,5 @@
-"""Libraries behind our operations: the numbers of plain torch in float64, and only what each library
-supports."""
+"""Libraries behind our operations: the numbers of plain torch in float64, and only what each of
+them supports."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_masks_of_flash_attention_4(rule, with_sinks):
 
 @BOTH
 def test_a_backward_takes_the_global_out_and_lse(options):
-    """Two blocks of keys, as in a ring; q is a view of a projection, and dout has another layout."""
+    """Two blocks of keys, as in a ring; q is a view of a projection, dout has another layout."""
     q, k, v = qkv(t=48, g=2)
     q = torch.cat([q, q], 2)[:, :, :4]
     arguments = {"scale": 0.2, "causal": False}

@@ -25,8 +25,7 @@ def lively_steps(step):
     accumulate, steps = step.Trainer.accumulate, Counter()
 
     def accumulated(self, *args):
-        """Reports the host's waits, and kernels compiled after the first step, which would delay all
-        ranks."""
+        """Reports waits of the host, and kernels compiled after the first step."""
         from triton import knobs
 
         steps[self] += 1
