@@ -176,6 +176,7 @@ class Bench:
         for rank in range(RANKS):
             messages.append(write_rank_file(folder, _shards(self.model, rank, RANKS), rank, save))
         IndexWriter().write(folder, messages, save)
+        # the least that a reader takes for a complete checkpoint
         (folder / "files.json").write_text('{"run.json": 0}')
         reader, before = Reader(folder), _bytes_read()
         for rank in range(RANKS):

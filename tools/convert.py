@@ -290,6 +290,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options = commands.add_parser(name, help=command.help)
         exclusive = options.add_mutually_exclusive_group() if name == "to-hf" else options
         for option, settings in command.options:
+            # overrides may stand anywhere on the command line
             if option == "overrides":
                 options.add_words(option, **settings)
             else:

@@ -162,6 +162,7 @@ def run(args: Namespace) -> None:
     source = Source(hf=args.hf, checkpoint=args.checkpoint)
     config = source.config(environment.world, tp=args.tp, dtype=args.dtype)
     tokenizer, path = tokenizer_of(args, config)
+    # all ranks read the tokenizer: bad input ends them before they wait for each other
     special = special_tokens(path) if args.special_tokens else {}
     prompt = begin_of_prompt(tokenizer, args, config)
     prompt += encode_prompt(args.prompt, tokenizer, special)

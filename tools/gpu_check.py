@@ -331,7 +331,8 @@ def measure_training(results: Results, deadline: float) -> None:
         command = [sys.executable, str(TOOLS / "bench_train.py"), case, "--steps", "5"]
         command += ["--json", str(file), "--set", f"precision.fp8={fp8}"]
         command += ["--set", f"train.cuda_graph={graph}"]
-        if (fp8, graph) != ("none", "none"):  # the peer is measured once
+        # the peer of a model is measured once
+        if (fp8, graph) != ("none", "none"):
             command += ["--only", "ours"]
         # the variants share the remaining time evenly
         remaining_s = deadline - time.monotonic()
@@ -363,6 +364,8 @@ def check(results: Results, minutes: float, write: bool) -> None:
     start = time.monotonic()
     end_of = {name: start + 60 * minutes * share for name, share in END_OF.items()}
     rows = by_importance(list(BENCHMARKS))
+
+    # correctness: of kernels, of losses, of several ranks
     check_kernels(results, rows, end_of["checks"])
 
     has_hydra = find_spec("hydra") is not None
@@ -372,9 +375,11 @@ def check(results: Results, minutes: float, write: bool) -> None:
         for name, figures in compared(results.folder, end_of["layouts"]):
             results.add("layouts", name, figures)
 
+    # speed: providers that torch compiles come last, because they take longest
     tasks = ["limits: of the device", *(f"addmm: {name}" for name in ADDMM)]
     tasks += [f"{section}: {row}" for section in ("benchmarks", "compiled") for row in rows]
     results.add_all(run_tasks(work, tasks, SILENCE_S, end_of["benchmarks"]))
+    # which library `kernels.*=auto` prefers on this GPU
     capability = results.sections.get("device", {}).get("facts", {}).get("capability")
     if write and capability:
         file = write_orders(results.sections.get("benchmarks", {}), capability)
@@ -406,6 +411,7 @@ def check_kernels(results: Results, rows: Sequence[str], deadline: float) -> Non
 
 def main() -> int:
     args = _arguments()
+    # compute-sanitizer runs this program with --run
     if args.run:
         for provider, call in BENCHMARKS[args.run].calls("cuda", tiny=True).items():
             if provider.startswith("ours"):

@@ -108,6 +108,7 @@ def run(args: Namespace) -> None:
     process = start_process(config.parallel.timeout_s, environment)
     try:
         predictor = open_predictor(source, config, process)
+        # rank 0 writes all rows, each as soon as it is computed
         out = None
         if process.rank == 0:
             args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -96,6 +96,7 @@ def warn(text: str) -> None:
 
 def run(args: Namespace) -> None:
     """Preprocesses, with a progress bar on stderr, and prints the summary."""
+    # files in folders, and a note on those that were not taken
     skipped_files: list[Path] = []
     files = tuple(list_files(args.input, args.glob, args.exclude, skipped_files))
     if skipped_files and not args.glob:

@@ -218,8 +218,10 @@ def _train_model(trainer: Any, pieces: Iterable[str], vocab_size: int) -> bytes:
             sentence_iterator=observed(), model_writer=model, vocab_size=vocab_size, **SETTINGS
         )
     except RuntimeError as error:
+        # sentencepiece wraps an error of its iterator
         if errors:
             raise errors[0] from None
+        # its messages begin with a place in its sources
         reason = re.sub(r"^Internal: \S+ \[.*?\]\s*", "", str(error), flags=re.IGNORECASE)
         raise ValueError(f"--vocab-size {vocab_size}: sentencepiece refuses: {reason}") from error
     return model.getvalue()

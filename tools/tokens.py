@@ -199,6 +199,7 @@ def copy(sources: Sequence[Source], out: str, overwrite: bool) -> dict[str, Any]
         raise ValueError(f"files of one id type are required (got {names})")
     documents = [np.zeros(1, np.int64)]  # sequences before each document
     with _writer(out, np.dtype(next(iter(dtypes))), overwrite) as writer:
+        # a document may have several sequences, whose borders the copy keeps
         for prefix, first, end in sources:
             data = IndexedDataset(prefix)
             indices = data.index.document_indices[first : None if end is None else end + 1]
@@ -252,6 +253,7 @@ def token_arrays(path: Path, column: str, eod: int | None) -> Iterator[np.ndarra
                 f"{path}: token ids are integers of one or two dims "
                 f"(got {array.dtype.name} of {array.ndim})"
             )
+        # a flat array is divided after each end-of-document id
         if array.ndim == 1:
             ends = np.flatnonzero(array == eod) + 1 if eod is not None else np.empty(0, np.int64)
             array = np.split(array, ends[ends < len(array)])
@@ -263,6 +265,7 @@ def token_arrays(path: Path, column: str, eod: int | None) -> Iterator[np.ndarra
             raise ValueError(f"{path}: no column {column!r} (--column); it has {', '.join(names)}")
         for batch in parquet.iter_batches(1024, columns=[column]):
             for row in batch.column(column):
+                # a missing row is an empty document
                 values = getattr(row, "values", None) if row.is_valid else ()
                 ids = np.asarray(values) if values is not None else np.empty(0)
                 if len(ids) and ids.dtype.kind not in "iu" or values is None:

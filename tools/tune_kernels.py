@@ -184,6 +184,7 @@ class Search:
         self.row = row or default_row
         self.inputs: dict[str, Any] = {"device": device, "tiny": tiny}
         self.present: dict = {}
+        # the first call shows the present configuration and the expected result
         with mock.patch.object(tuning, "select", self._observe):
             self.call = self._fresh_call()
             self.expected = copies_of(self.call())
@@ -282,8 +283,10 @@ def write_entry(architecture: str, operation: str, present: dict, best: dict) ->
 def tune(operation: str, minutes: float, dry_run: bool, row: str | None = None) -> None:
     """Times the candidates, prints each that is the fastest so far, and writes the best."""
     architecture = tuning.architecture(torch.device("cuda"))
+    # a random order, so that a search that runs out of time has seen all kinds of candidates
     start, every_candidate = time.monotonic(), candidates(operation, architecture)
     random.Random(0).shuffle(every_candidate)
+    # compiling fills Triton's cache and may take half of the time
     right = compiled(operation, row, every_candidate, start + 30 * minutes)
     search = Search(operation, row)
     best, best_ms = search.present, median_ms([search.call])
@@ -298,6 +301,7 @@ def tune(operation: str, minutes: float, dry_run: bool, row: str | None = None) 
                 print(f"  out of time after {i} candidates", flush=True)
                 break
             ms = search.ms(candidate)
+            # less than one percent is noise
             if ms is not None and ms < 0.99 * best_ms:
                 best, best_ms = candidate, ms
                 print(f"  {ms:.3f} ms with {candidate}", flush=True)

@@ -144,6 +144,7 @@ VARIANTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 
 
 def _row(backward: bool, sizes: dict[str, int], tiny: dict[str, int]) -> Benchmark:
+    # S = QKᵀ and PV; the backward recomputes S, and has two GEMMs for each of them
     gemms = 5 if backward else 2
 
     def work(**sizes) -> float:

@@ -71,6 +71,7 @@ def collect(
         print("interrupted: the figures above were measured", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
+        # the last row, also after an error or Ctrl-C
         print_current()
     return {**facts, "rows": rows}
 

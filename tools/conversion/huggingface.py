@@ -75,6 +75,7 @@ def to_hf(args: Namespace) -> None:
         trained=run["progress"]["step"] > 0,
     )
     bar = tqdm(export.entries, unit="tensor", disable=None)
+    # files appear together at the end, so that no half-written folder is loaded
     with staging_folder(args.out) as staging:
         size = save_folder(staging, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
         export.write_files(staging)

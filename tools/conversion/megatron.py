@@ -62,6 +62,7 @@ def from_megatron(args: Namespace) -> None:
     if rows > model.vocab_size:
         note(f"{rows - model.vocab_size} rows that pad the vocabulary are left out")
 
+    # tensors are read when they are written
     tensors = _fitted(stored, entries, model, DTYPES[dtype])
     progress = Progress()
     state = _adam_state(megatron, entries, model)
@@ -129,6 +130,7 @@ def to_megatron(args: Namespace) -> None:
     config = saved_config(folder)
     dtype = args.dtype or config.precision.dtype
     arguments = megatron_args(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
+    # the master weights, where the dtype is wider than that of the run
     weights = SavedWeights(folder, DTYPES[dtype], twin_key)
     check_tensor_names(weights, megatron_entries(config.model), folder)
     training = _training_state(folder, config, arguments) if args.optimizer else None

@@ -126,6 +126,7 @@ def average(args: Namespace) -> None:
             one, other = shapes.get(name), compared.get(name)
             if one != other:
                 raise ValueError(f"{name} is {one} in {folders[0]}, {other} in {folder}")
+    # one shard is in memory at a time: means are computed as they are written
     factors = [weight / sum(weights) for weight in weights]
     tensors = {WEIGHT_PREFIX + name: _mean(name, sources, factors) for name in shapes}
     folder = save_weights(args.out, dict(tensors), saved_config(folders[-1]))

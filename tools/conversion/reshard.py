@@ -120,6 +120,7 @@ class Resharding:
         Returns:
             Each rank, and where its shards are.
         """
+        # what an interrupted resharding has completed is kept
         messages = {rank: self._complete_record(rank) for rank in ranks}
         with ExitStack() as stack:
             files = {
@@ -132,6 +133,7 @@ class Resharding:
                 by_rank = {rank: tensors[key] for rank, tensors in shards.items() if key in tensors}
                 for rank, tensor in self._lazy(key, by_rank).items():
                     files[rank].add(key, tensor)
+            # a record exists only once its file is on disk
             for rank, file in files.items():
                 messages[rank] = file.finish()
                 write_whole(self._record_file(rank), messages[rank])
@@ -233,6 +235,7 @@ def reshard(args: Namespace) -> None:
     world = args.world or smallest_world(config)
     if faults := faults_of(config, world):
         raise ConfigError(faults)
+    # no run may write to the directory meanwhile
     with ExitStack() as stack:
         stack.callback(LockFile(args.out / "run.lock", f"DST = {args.out}").release)
         record = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}
@@ -260,12 +263,10 @@ def target_config(saved: Config, overrides: list[str]) -> Config:
         for key in keys_given(overrides)
         if key in leaves() or "." not in key and key not in GROUPS
     ]
-    if others := sorted(key for key in keys if key.partition(".")[0] not in GROUPS):
-        reason = (
-            f"{others[0]} is not a key of the layout: the contents of a checkpoint may depend on it"
-        )
+    if outside := sorted(key for key in keys if key.partition(".")[0] not in GROUPS):
+        reason = f"{outside[0]} is not a key of the layout: checkpoints may depend on it"
         fix = f"leave it out; resharding takes keys of {', '.join(GROUPS)}"
-        raise ConfigError([Fault("not-a-layout", tuple(others), reason, fix)])
+        raise ConfigError([Fault("not-a-layout", tuple(outside), reason, fix)])
     return changed(saved, {key: value_of(loaded, key) for key in keys})
 
 
