@@ -24,7 +24,8 @@ _RAISED: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "RuntimeError": RuntimeError,
 }
-_BYTES = b"\0"  # prefix of bytes, with which no JSON begins
+# Prefixes of bytes and of errors; no JSON begins with them.
+_BYTES, _ERROR = b"\0", b"\1"
 
 
 class Failure(NamedTuple):
@@ -81,12 +82,23 @@ def on_rank_0(act: Callable[[], T]) -> T:
     Raises:
         Exception: on every rank, as in `on_every_rank`.
 
-    Comm: as `first_failure`, and a broadcast of the value over the world.
+    Comm: a broadcast over the world of the value, or of the error.
     """
     if not dist.is_initialized():
         return act()
-    message = on_every_rank(lambda: _encoded(act()) if dist.get_rank() == 0 else None)
-    return cast(T, _decoded(broadcast_bytes(message, 0)))
+    message, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            message = _encoded(act())
+        except Exception as raised:  # noqa: BLE001 - raised again below
+            error, message = raised, _ERROR + _encoded(_kind_and_text(raised))
+    message = broadcast_bytes(message, 0)
+    if error is not None:
+        raise error
+    if message.startswith(_ERROR):
+        kind, text = json.loads(message[1:])
+        raise _RAISED[kind](str(Failure(0, text, 0)))
+    return cast(T, _decoded(message))
 
 
 def broadcast_bytes(message: bytes | None, source: int) -> bytes:
