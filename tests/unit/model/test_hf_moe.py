@@ -10,13 +10,12 @@ import torch
 from hf_folders import random_model, save_config
 from safetensors.torch import load_file, save_file
 
-from megatron5d.checkpoint.hf.export_config import hf_config_from_model, hf_family
-from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
+from megatron5d.checkpoint.hf.export_config import hf_config_from_model
+from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.tensor_table import hf_entries
 from megatron5d.checkpoint.hf.weights import load_hf_weights
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.load import load_config
-from megatron5d.config.schema import ModelConfig, RopeScaling
 from megatron5d.topology.shard_spec import ShardSpec, state_of, unsharded
 
 transformers = pytest.importorskip("transformers")
@@ -51,72 +50,6 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def test_mixtral_settings(tmp_path):
-    config = transformers.MixtralConfig(
-        **TINY, num_local_experts=4, num_experts_per_tok=3, sliding_window=7
-    )
-    fields = model_config_from_hf(save_config(config, tmp_path))
-    wanted = {
-        "num_experts": 4,
-        "top_k": 3,
-        "ffn_hidden_size": 48,
-        "moe_ffn_hidden_size": None,
-        "attention_window": 7,
-        "norm_topk_prob": True,
-        "router_score": "softmax",
-        "shared_ffn_hidden_size": 0,
-        "rope_theta": 1e6,
-        "norm_eps": 1e-5,
-        "qk_norm": False,
-        "moe_interval": 1,
-        "moe_layers": None,
-        "router_bias": False,
-    }
-    assert {key: fields[key] for key in wanted} == wanted
-    assert (
-        model_config_from_hf(
-            save_config(config, tmp_path, num_experts=4, num_local_experts="absent")
-        )
-        == fields
-    )
-    v4 = {"rope_parameters": "absent", "rope_theta": 1e6, "rope_scaling": None}
-    assert model_config_from_hf(save_config(config, tmp_path, **v4)) == fields
-    assert model_config_from_hf(save_config(config, tmp_path, rope_parameters="absent")) == fields
-
-
-def test_qwen3_moe_settings(tmp_path):
-    config = transformers.Qwen3MoeConfig(**QWEN3, norm_topk_prob=True)
-    fields = model_config_from_hf(save_config(config, tmp_path))
-    wanted = {
-        "num_experts": 4,
-        "top_k": 3,
-        "ffn_hidden_size": 48,
-        "moe_ffn_hidden_size": 24,
-        "attention_window": None,
-        "norm_topk_prob": True,
-        "rope_theta": 1e4,
-        "norm_eps": 1e-6,
-        "qk_norm": True,
-        "head_dim": 16,
-    }
-    assert {key: fields[key] for key in wanted} == wanted
-    assert (
-        model_config_from_hf(
-            save_config(config, tmp_path, num_experts=4, num_local_experts="absent")
-        )
-        == fields
-    )
-    assert not model_config_from_hf(save_config(config, tmp_path, norm_topk_prob="absent"))[
-        "norm_topk_prob"
-    ]
-    sliding = {"use_sliding_window": True, "sliding_window": 9}
-    assert model_config_from_hf(save_config(config, tmp_path, **sliding))["attention_window"] == 9
-    assert (
-        model_config_from_hf(save_config(config, tmp_path, sliding_window=9))["attention_window"]
-        is None
-    )
-
-
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("dense", [[], [0], [1, 4], [0, 1, 2, 3, 4]])
 def test_which_layers_are_sparse(tmp_path, step, dense):
@@ -132,95 +65,6 @@ def test_which_layers_are_sparse(tmp_path, step, dense):
     if sparse:
         (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(model, "fp32")))
         assert moe_layers(read_model_config(tmp_path)) == sparse
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_defaults_are_the_familys_own(family, tmp_path):
-    """What config.json leaves out is what transformers' own class fills in."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    short = model_config_from_hf(tmp_path)
-    save_config(transformers.AutoConfig.for_model(family), tmp_path)
-    assert short == model_config_from_hf(tmp_path)
-
-
-REFUSED = {
-    "num_experts and num_local_experts": ("qwen3_moe", {"num_experts": 3}),
-    "decoder_sparse_step = 0": ("qwen3_moe", {"decoder_sparse_step": 0}),
-    "attention_bias = True": ("mixtral", {"attention_bias": True}),
-    "quantization_config": ("mixtral", {"quantization_config": {"quant_method": "fp8"}}),
-    "hidden_act = 'gelu'": ("mixtral", {"hidden_act": "gelu"}),
-}
-
-
-@pytest.mark.parametrize("named", list(REFUSED))
-def test_what_changes_the_function_is_refused_by_name(named, tmp_path):
-    family, changes = REFUSED[named]
-    save_config(FAMILIES[family](), tmp_path, **changes)
-    with pytest.raises(ValueError) as error:
-        model_config_from_hf(tmp_path)
-    assert named in str(error.value) and str(tmp_path) in str(error.value)
-
-
-MIXTRAL_LIKE = ModelConfig(
-    name="m", num_kv_heads=2, ffn_hidden_size=48, num_experts=4, rope_theta=1e6
-)
-QWEN3_LIKE = replace(MIXTRAL_LIKE, qk_norm=True, moe_ffn_hidden_size=24, norm_topk_prob=False)
-EXPORTED = {
-    "mixtral": MIXTRAL_LIKE,
-    "mixtral, window": replace(MIXTRAL_LIKE, attention_window=9, tie_embeddings=True, head_dim=8),
-    "qwen3_moe": replace(QWEN3_LIKE, rope_scaling=RopeScaling("yarn", 4.0, 128)),
-    "qwen3_moe, interval": replace(
-        QWEN3_LIKE, moe_interval=2, norm_topk_prob=True, attention_window=9
-    ),
-    "qwen3_moe, list": replace(QWEN3_LIKE, moe_layers=[1], qkv_bias=True, attention_out_bias=True),
-}
-
-
-@pytest.mark.parametrize("case", list(EXPORTED))
-@pytest.mark.parametrize("reader", ["ours", "only num_experts", "transformers"])
-def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
-    model, family = EXPORTED[case], case.split(",")[0]
-    config = hf_config_from_model(model, "bf16")
-    assert hf_family(model) == config["model_type"] == family
-    if reader == "only num_experts":
-        config["num_experts"] = config.pop("num_local_experts")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if reader == "transformers":
-        transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    assert replace(read_model_config(tmp_path), name="m") == model
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"router_score": "sigmoid"},
-        {"routed_scaling_factor": 2.5},
-        {"shared_ffn_hidden_size": 32},
-        {"num_groups": 2},
-        {"router_bias": True},
-        {"logit_softcap": 3.0},
-        {"attention_sinks": True},
-        {"activation": "gelu"},
-    ],
-)
-def test_export_is_refused_with_the_field(change):
-    with pytest.raises(ValueError) as error:
-        hf_config_from_model(replace(QWEN3_LIKE, **change), "fp32")
-    field = next(iter(change))
-    for family in ("mixtral", "qwen3_moe"):
-        line = next(
-            line for line in str(error.value).splitlines() if line.startswith(f"  {family}")
-        )
-        assert field in line
-
-
-def test_a_dense_model_is_not_exported_as_a_sparse_one_nor_the_other_way():
-    assert hf_family(replace(MIXTRAL_LIKE, num_experts=0)) == "llama"
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)mixtral cannot hold model\.moe_layers.*qwen3_moe cannot hold .*qk_norm",
-    ):
-        hf_family(replace(MIXTRAL_LIKE, moe_interval=2))
 
 
 def test_missing_and_unexpected_experts_are_told(folder, tmp_path):
