@@ -139,39 +139,43 @@ class Bucket:
         for parameter in self.parameters:
             self.offsets.append(end)
             end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        first = self.parameters[0]
         self.slice_numel = -(-end // (shard.size * _ALIGNMENT)) * _ALIGNMENT
         self.numel = self.slice_numel * shard.size
         self.frozen = frozen
         self.shards_weights = zero == 3 and shard.size > 1
         self.shards_grads = zero >= 2 and shard.size > 1 and not frozen
-        values = [parameter.data for parameter in self.parameters]
-        self.weight_slice, self._weight_buffer = self._allocate_buffer(
-            first.dtype, self.shards_weights, self._bind_weights
-        )
-        self._copy_in(values)
-        # Freed before the gradients are allocated, so that both are never in memory together.
-        if self._weight_buffer is not None:
-            self._weight_buffer.free()
-        if frozen:
-            self.grads = self.grad_slice = torch.empty(0, dtype=grad_dtype, device=first.device)
-            self._grad_buffer: TemporaryBuffer | None = None
-        else:
-            self.grad_slice, self._grad_buffer = self._allocate_buffer(
-                grad_dtype, self.shards_grads, self._bind_grads
-            )
-        for parameter in self.parameters:
-            if frozen:
-                state_of(parameter).frozen = True
-            elif self.shards_grads:
-                state_of(parameter).allocate_main_grad = self.allocate_grads
-        if self._grad_buffer is not None:
-            self._grad_buffer.free()
+        # The full weights are freed first, so that they never share the memory with gradients.
+        self._build_weights()
+        self._build_grads(grad_dtype)
         self._adds_to_zeros = False  # whether a step's first gradient is added to zeros
         self._reducing: Pending | None = None
         self.format: GatherFormat | None = None
         if self.shards_weights and gather_format is not None:
             self.format = gather_format(self.parameters, self.offsets, self.weight_slice, shard)
+
+    def _build_weights(self) -> None:
+        values = [parameter.data for parameter in self.parameters]
+        self.weight_slice, self._weight_buffer = self._allocate_buffer(
+            values[0].dtype, self.shards_weights, self._bind_weights
+        )
+        self._copy_in(values)
+        if self._weight_buffer is not None:
+            self._weight_buffer.free()
+
+    def _build_grads(self, dtype: torch.dtype) -> None:
+        self._grad_buffer: TemporaryBuffer | None = None
+        if self.frozen:
+            self.grads = self.grad_slice = self.weight_slice.new_empty(0, dtype=dtype)
+            for parameter in self.parameters:
+                state_of(parameter).frozen = True
+            return
+        self.grad_slice, self._grad_buffer = self._allocate_buffer(
+            dtype, self.shards_grads, self._bind_grads
+        )
+        if self._grad_buffer is not None:
+            for parameter in self.parameters:
+                state_of(parameter).allocate_main_grad = self.allocate_grads
+            self._grad_buffer.free()
 
     def _allocate_buffer(
         self, dtype: torch.dtype, temporary: bool, bind: Callable[[Tensor], None]

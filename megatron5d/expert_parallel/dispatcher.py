@@ -157,7 +157,7 @@ class DirectDispatch:
         return (self.received_order or self.sent_order).offsets
 
     def enter_node(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:
-        """Returns its arguments: only a hierarchical dispatch has a second half."""
+        """Passes its arguments on: only a hierarchical dispatch has a second half."""
         return handle, weights, self
 
     def receive(self, handle: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, DirectDispatch]:

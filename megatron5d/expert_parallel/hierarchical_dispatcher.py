@@ -155,13 +155,7 @@ class HierarchicalDispatcher:
         table = self._assumed_counts(*experts.shape) if lengths.is_meta else counting.wait().cpu()
         send, receive = table[self.ep_outer.rank].tolist(), table[:, self.ep_outer.rank].tolist()
         num_sent = sum(send)  # the other rows belong to repeated choices or to none
-        # Experts of each row: the choices of its token on the row's node.
-        node_of_row = torch.repeat_interleave(
-            torch.arange(nodes, device=x.device), lengths, output_size=num_sent
-        )[:, None]
-        choices = experts[sent_order.token_of_row[:num_sent]]  # [rows, k]: all of the row's token
-        is_on_node = choices // self.per_node == node_of_row
-        local = torch.where(is_on_node, choices - node_of_row * self.per_node, self.per_node)
+        local = self._local_experts(experts, sent_order, num_sent)
         state = NodeDispatch(
             sent_order,
             Exchange(self.ep_outer, send, receive, self.codec),
@@ -174,6 +168,19 @@ class HierarchicalDispatcher:
         row_weights = permute(weights, sent_order)[:num_sent]
         # [rows, h] and [rows, k] in flight  2× all_to_all ep_outer
         return state.rows.start(rows[:num_sent]), state.weights.start(row_weights), state
+
+    def _local_experts(self, experts: Tensor, sent_order: Permutation, num_rows: int) -> Tensor:
+        """The experts of every sent row, `[rows, k]`: the choices of its token on the row's node.
+
+        They are numbered from 0 on every node; choices on other nodes are numbered `per_node`.
+        """
+        lengths = sent_order.offsets.diff().long()
+        node_of_row = torch.repeat_interleave(
+            torch.arange(len(lengths), device=lengths.device), lengths, output_size=num_rows
+        )[:, None]
+        choices = experts[sent_order.token_of_row[:num_rows]]  # [rows, k]: all of the row's token
+        is_on_node = choices // self.per_node == node_of_row
+        return torch.where(is_on_node, choices - node_of_row * self.per_node, self.per_node)
 
     def _assumed_counts(self, num_tokens: int, k: int) -> Tensor:
         """Rows int64 `[nodes, nodes]` for a forecast: each token needs as many nodes as it can.

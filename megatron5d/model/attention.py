@@ -132,21 +132,8 @@ class SelfAttention(AttentionBranch):
         self.qkv = inputs.column_linear(
             config.hidden_size, heads, f"{name}.qkv", bias=config.qkv_bias, copies=copies
         )
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if config.qk_norm_all_heads:
-            norm = {
-                "tp": tp,
-                "copies": copies,
-                "eps": config.norm_eps,
-                "zero_centered": config.norm_zero_centered,
-                **inputs.factory,
-            }
-            self.q_norm = AllHeadsNorm(a, d, f"{name}.q_norm", **norm)
-            self.k_norm = AllHeadsNorm(g, d, f"{name}.k_norm", **norm)
-        elif config.qk_norm:
-            self.q_norm = inputs.norm(f"{name}.q_norm", d, "rmsnorm", partial_grad=True)
-            self.k_norm = inputs.norm(f"{name}.k_norm", d, "rmsnorm", partial_grad=True)
+        self.q_norm = self._head_norm(inputs, f"{name}.q_norm", a)
+        self.k_norm = self._head_norm(inputs, f"{name}.k_norm", g)
         # Not with q and k norms, whose outputs are new tensors anyway. Not over cp, where keys and
         # values are copied to be sent: q, as a view, would keep the entire projection in memory.
         self.rotates_in_place = (
@@ -154,6 +141,23 @@ class SelfAttention(AttentionBranch):
         )
         self.core = AttentionCore(inputs, layer, 1 / math.sqrt(config.query_pre_attn_scalar or d))
         self.out = inputs.row_linear(a * d, f"{name}.out", config.attention_out_bias)
+
+    @staticmethod
+    def _head_norm(inputs: BlockInputs, name: str, num_heads: int) -> nn.Module | None:
+        """The norm of queries or keys, of each head or over all heads of all ranks."""
+        config, d = inputs.model, inputs.model.head_dim
+        if config.qk_norm_all_heads:
+            return AllHeadsNorm(
+                num_heads,
+                d,
+                name,
+                inputs.tp,
+                copies=inputs.mesh["tp_kv"],
+                eps=config.norm_eps,
+                zero_centered=config.norm_zero_centered,
+                **inputs.factory,
+            )
+        return inputs.norm(name, d, "rmsnorm", partial_grad=True) if config.qk_norm else None
 
     def input_gemms(self) -> Gemms:
         return gemms_of(self.qkv.weight)

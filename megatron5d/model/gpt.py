@@ -169,27 +169,29 @@ class GPT(nn.Module):
         self.balancer = None if moe is None else moe.balancer
         self.send_capacity = None if moe is None else moe.send_capacity
         inputs = BlockInputs(config, mesh, device, moe)
-        self.embedding = (
-            Embedding(inputs) if any(spec.embedding for spec in self.stages.values()) else None
-        )
+        self._build_phases(inputs)
+        mark_replicas(self.parameters(), replicas)
+        choose_gemms(self.parameters(), config, mesh, inputs.kernels)
+        self.overlap = choose_overlap(self.parameters(), config, mesh)
+
+    def _build_phases(self, inputs: BlockInputs) -> None:
+        recompute, specs = inputs.config.recompute, self.stages.values()
+        self.embedding = Embedding(inputs) if any(spec.embedding for spec in specs) else None
         # this rank's embedding weight, if a stage has needed it
         self._tables = [] if self.embedding is None else [self.embedding.tokens.weight]
         self.layers = nn.ModuleDict()
         for stage, spec in self.stages.items():
             for position, layer in enumerate(spec.layers):
                 block = self.layers[str(layer)] = TransformerBlock(inputs, layer)
-                set_recompute(phases_in(block), config.recompute, stage, position)
+                set_recompute(phases_in(block), recompute, stage, position)
         self.head: Head | None = None
         self.mtp_blocks = nn.ModuleDict()
         for stage, spec in self.stages.items():
             if spec.head:
-                tied = self._table(inputs) if config.model.tie_embeddings else None
+                tied = self._table(inputs) if inputs.model.tie_embeddings else None
                 self.head = Head(inputs, tied, spec.mtp.start)
             for position, depth in enumerate(spec.mtp, len(spec.layers)):
                 self._add_mtp_block(inputs, depth, stage, position)
-        mark_replicas(self.parameters(), replicas)
-        choose_gemms(self.parameters(), config, mesh, inputs.kernels)
-        self.overlap = choose_overlap(self.parameters(), config, mesh)
 
     def _table(self, inputs: BlockInputs) -> nn.Parameter:
         """This rank's part of the embedding, which all its stages share."""

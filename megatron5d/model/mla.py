@@ -38,10 +38,10 @@ class MultiLatentAttention(AttentionBranch):
 
     def __init__(self, inputs: BlockInputs, layer: int) -> None:
         super().__init__(inputs, layer)
-        config, h, name = inputs.model, inputs.model.hidden_size, f"layers.{layer}.attention"
+        config, name = inputs.model, f"layers.{layer}.attention"
         self.tp, self.interleaved = inputs.tp, config.rope_interleaved
         self.sp = inputs.sp and inputs.tp.size > 1
-        rope, eps = inputs.rope(layer), config.latent_norm_eps
+        rope = inputs.rope(layer)
         assert rope is not None
         self.rope = rope
         # cp ranks exchange latents instead of keys and values
@@ -53,8 +53,18 @@ class MultiLatentAttention(AttentionBranch):
             config.qk_rope_head_dim,
             config.v_head_dim,
         )
-        self.latent_dims = q_rank, kv_rank, _ = config.q_lora_rank or 0, config.kv_lora_rank, dr
+        self.latent_dims = config.q_lora_rank or 0, config.kv_lora_rank, dr
         self.enters_tp_late = config.reduces_latent_gradients
+        self._build_projections(inputs, name)
+        scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
+        self.core = AttentionCore(inputs, layer, scale)
+        self.out = inputs.row_linear(
+            config.num_heads * dv, f"{name}.out", config.attention_out_bias
+        )
+
+    def _build_projections(self, inputs: BlockInputs, name: str) -> None:
+        config, h, eps = inputs.model, inputs.model.hidden_size, inputs.model.latent_norm_eps
+        (dn, dr, dv), (q_rank, kv_rank, _) = self.dims, self.latent_dims
         # A rank computes the gradient of its share of the sequence, or of its heads.
         partial_grad = self.sp or not self.enters_tp_late
 
@@ -76,11 +86,6 @@ class MultiLatentAttention(AttentionBranch):
         self.kv_norm = norm(kv_rank, f"{name}.kv_norm")
         self.q = up(q_rank or h, dn + dr, f"{name}.q_up" if q_rank else f"{name}.q")
         self.kv_up = up(kv_rank, dn + dv, f"{name}.kv_up")
-        scale = softmax_temperature(config.rope_scaling) / math.sqrt(dn + dr)
-        self.core = AttentionCore(inputs, layer, scale)
-        self.out = inputs.row_linear(
-            config.num_heads * dv, f"{name}.out", config.attention_out_bias
-        )
 
     def attend(self, normed: Tensor, batch: MicroBatch, defer: Defer) -> Tensor:
         # [s/cp, b, rq], [s/cp, b, r], [s/cp, b, dr]  all_gather tp

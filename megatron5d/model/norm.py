@@ -87,7 +87,7 @@ class Norm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Returns its input, in place of a norm that a block does not have."""
+    """Passes its input on, in place of a norm that a block does not have."""
 
     def forward(self, x: Tensor, gemms: Gemms = PLAIN) -> Tensor:
         return x

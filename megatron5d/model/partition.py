@@ -135,13 +135,7 @@ def even_ranks(
     share = np.zeros((placement.num_ranks, num_stages))  # of a stage's work that a rank does
     for stage_ranks in placement.route:
         share[stage_ranks, range(num_stages)] += 1 / placement.copies
-    # Assign layer by layer, as if all cost the same.
-    loads, rank_loads = ends.copy(), share @ ends
-    for _ in costs:
-        stage = _argmin(loads, *_imbalance(share.T + rank_loads))
-        loads[stage] += 1
-        rank_loads += share[:, stage]
-    counts = np.rint(loads - ends).astype(int)
+    counts = _assign_equal_layers(len(costs), ends, share)
     # Move layers as long as that helps; option 0 is to move none.
     best = None
     while best != 0:
@@ -157,6 +151,16 @@ def even_ranks(
             f"ranks without work; model.num_layers={placement.num_ranks}, or parallel.pp=1"
         )
     return counts.tolist()
+
+
+def _assign_equal_layers(num_layers: int, ends: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Layers per stage if all cost the same, assigned one after the other (`even_ranks`)."""
+    loads, rank_loads = ends.copy(), share @ ends
+    for _ in range(num_layers):
+        stage = _argmin(loads, *_imbalance(share.T + rank_loads))
+        loads[stage] += 1
+        rank_loads += share[:, stage]
+    return np.rint(loads - ends).astype(int)
 
 
 def lighten_middle(layout: Sequence[int], extra: int) -> list[int]:
