@@ -21,11 +21,8 @@ from typing import Any
 
 from megatron5d.data.bpe_files import (
     PAIRS,
-    RUN,
-    TiktokenEngine,
     byte_level_bpe,
     looks_like_ranks,
-    may_hold_long_run,
     pair_of,
     read_ranks,
     read_tekken,
@@ -37,6 +34,7 @@ from megatron5d.data.special_tokens import (
     end_of_document,
     special_names,
 )
+from megatron5d.data.tiktoken_engine import RUN, TiktokenEngine, may_hold_long_run
 
 _LONG_RUN = re.compile(rf"\s{{{RUN}}}|\S{{{RUN}}}")
 IN_FOLDERS = (
@@ -271,20 +269,8 @@ class SentencePieceTokenizer(Tokenizer):
     engine = "sentencepiece"
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None) -> None:
-        try:
-            import sentencepiece
-        except ImportError as error:
-            raise ValueError(
-                f"{path} needs the package sentencepiece: pip install sentencepiece"
-            ) from error
         content, beside = path.read_bytes(), FilesBeside(path)
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{path}: not a sentencepiece model, tokenizer.json, tekken.json, vocab.json with merges.txt or "
-                f"tiktoken file, or a damaged one: {len(content)} bytes that begin with {content[:16]!r}"
-            ) from error
+        self._model = _sentencepiece_model(path, content)
         model, self._size = self._model, self._model.get_piece_size()
         known = {model.id_to_piece(i): i for i in range(self._size)}
         control = {i for i in known.values() if model.is_control(i) or model.is_unknown(i)}
@@ -308,7 +294,7 @@ class SentencePieceTokenizer(Tokenizer):
         }:
             changed = _never_read(changed, name)
         if changed != content:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=changed)
+            self._model = _sentencepiece_model(path, changed)
         llama = str(beside.config.get("tokenizer_class") or "").startswith("Llama")
         self.adds_bos = self.bos is not None and bool(beside.config.get("add_bos_token", llama))
 
@@ -322,6 +308,23 @@ class SentencePieceTokenizer(Tokenizer):
         """Model as it encodes: symbols that are never read from text are control
         symbols here."""
         return self._model.serialized_model_proto()
+
+
+def _sentencepiece_model(path: Path, content: bytes) -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ValueError(
+            f"{path} needs the package sentencepiece: pip install sentencepiece"
+        ) from error
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path}: not a sentencepiece model, tokenizer.json, tekken.json, vocab.json with "
+            "merges.txt or tiktoken file, or a damaged one: "
+            f"{len(content)} bytes that begin with {content[:16]!r}"
+        ) from error
 
 
 def _never_read(model: bytes, piece: str) -> bytes:
@@ -349,43 +352,28 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(
         self, path: Path, eod: Asked = None, bos: Asked = None, merges: Path | None = None
     ) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ValueError(
-                f"{path} needs the package tokenizers: pip install 'megatron5d[data]'"
-            ) from error
         beside = FilesBeside(path)
-        try:
-            self._model = (
-                tokenizers.Tokenizer.from_file(str(path))
-                if merges is None
-                else byte_level_bpe(path, merges, beside)
-            )
-        except ValueError:
-            raise
-        except Exception as error:  # the package raises bare Exception
-            raise ValueError(
-                f"{path}: not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
-            ) from error
-        self._model.encode_special_tokens = True  # encode their characters as text, too
-        self._model.no_truncation()
-        self._model.no_padding()
-        known = self._model.get_vocab(with_added_tokens=True)
+        self._model = model = _huggingface_model(path, merges, beside)
+        model.encode_special_tokens = True  # encode their characters as text, too
+        model.no_truncation()
+        model.no_padding()
+        known = model.get_vocab(with_added_tokens=True)
         used_ids = set(known.values())
         known |= {
             token: i
             for token, i in beside.added().items()
             if token not in known and i not in used_ids
         }
-        listed = self._model.get_added_tokens_decoder()
+        listed = model.get_added_tokens_decoder()
         added = set(listed) | (set(known.values()) - used_ids)
         unread = special_names(known, beside)
         self._name_tokens(beside, known, added | {known[name] for name in unread}, (eod, bos))
         unread |= {self._names[i] for i in (self.eod, self.bos) if i is not None}
         # a word of the vocabulary that has a role (a pad_token "!") stays text, and is decoded
+        from tokenizers import AddedToken
+
         marked = [
-            tokenizers.AddedToken(name, special=True, normalized=False)
+            AddedToken(name, special=True, normalized=False)
             for name in sorted(unread, key=known.__getitem__)
             if (
                 not listed[known[name]].special
@@ -394,8 +382,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
             and known[name] in used_ids
         ]
-        self._model.add_special_tokens(marked)
-        begins = self._model.encode("", add_special_tokens=True).ids[:1]
+        model.add_special_tokens(marked)
+        begins = model.encode("", add_special_tokens=True).ids[:1]
         adds_bos = merges is not None and bool(beside.config.get("add_bos_token"))
         self.adds_bos = self.bos is not None and (begins == [self.bos] or adds_bos)
 
@@ -477,3 +465,23 @@ def _without_long_runs(text: str) -> list[str]:
     tiktoken's stack ends."""
     cuts = [match.end() for match in _LONG_RUN.finditer(text)] if may_hold_long_run(text) else []
     return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
+
+
+def _huggingface_model(path: Path, merges: Path | None, beside: FilesBeside) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json, or of a vocab.json with its merges."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError(
+            f"{path} needs the package tokenizers: pip install 'megatron5d[data]'"
+        ) from error
+    try:
+        if merges is not None:
+            return byte_level_bpe(path, merges, beside)
+        return tokenizers.Tokenizer.from_file(str(path))
+    except ValueError:
+        raise
+    except Exception as error:  # the package raises bare Exception
+        raise ValueError(
+            f"{path}: not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+        ) from error

@@ -199,63 +199,21 @@ def _proto(file: Path, ours: SentencePieceTokenizer) -> Any:
 def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
     """Makes BPE or unigram with sentencepiece's own way of writing blanks; user-defined pieces are
     cut out first."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-    )
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 
     proto = _proto(file, ours)
-    kind, rules, pieces = proto.trainer_spec.model_type, proto.normalizer_spec, proto.pieces
+    rules, pieces = proto.normalizer_spec, proto.pieces
     user_defined = sorted(
         (piece.piece for piece in pieces if piece.type == _USER), key=len, reverse=True
     )
-    if kind == _BPE:
-        unknown = next((piece.piece for piece in pieces if piece.type == _UNKNOWN), None)
-        merges = _merges(
-            {piece.piece: -piece.score for piece in pieces if piece.type == _LEARNED}, len
-        )
-        ids = {piece.piece: i for i, piece in enumerate(pieces)}
-        fallback = proto.trainer_spec.byte_fallback
-        model: Any = models.BPE(
-            ids,
-            merges,
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=fallback,
-            ignore_merges=bool(user_defined),
-        )
-    elif kind == _UNIGRAM:
-        scores = [(piece.piece, piece.score) for piece in pieces]
-        unknown = next((i for i, piece in enumerate(pieces) if piece.type == _UNKNOWN), None)
-        model = models.Unigram(
-            scores, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback
-        )
-    else:
-        raise ValueError(
-            f"{file}: sentencepiece models of words or characters have no like in tokenizer.json"
-        )
-    backend = Tokenizer(model)
-    steps: list[Any] = (
-        [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
-    )
-    if rules.remove_extra_whitespaces:
-        steps += [
-            normalizers.Replace(Regex(rf"\A +|[ {BLANK}]+\z"), ""),
-            normalizers.Replace(Regex(" {2,}"), " "),
-        ]
-    steps += [normalizers.Prepend(BLANK)] if rules.add_dummy_prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", BLANK)])
-    splits = (
-        [pre_tokenizers.Split(Regex("|".join(map(_literal, user_defined))), "isolated")]
-        if user_defined
-        else []
-    )
-    if kind == _UNIGRAM:  # a text that spells the name of a byte is no byte
+    backend = Tokenizer(_sentencepiece_model(file, proto, ignore_merges=bool(user_defined)))
+    backend.normalizer = _normalizer(rules)
+    splits = []
+    if user_defined:
+        pattern = Regex("|".join(map(_literal, user_defined)))
+        splits.append(pre_tokenizers.Split(pattern, "isolated"))
+    if proto.trainer_spec.model_type == _UNIGRAM:
+        # A text that spells the name of a byte does not mean the byte.
         splits.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"))
     if splits:
         backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
@@ -269,6 +227,46 @@ def _from_sentencepiece(file: Path, ours: SentencePieceTokenizer) -> Any:
     )
     _add_ends(backend, file.parent, proto.trainer_spec)
     return backend
+
+
+def _normalizer(rules: Any) -> Any:
+    from tokenizers import Regex, normalizers
+
+    steps: list[Any] = []
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
+        steps += [
+            normalizers.Replace(Regex(rf"\A +|[ {BLANK}]+\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(BLANK))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", BLANK)])
+
+
+def _sentencepiece_model(file: Path, proto: Any, ignore_merges: bool) -> Any:
+    """The BPE or unigram model of `tokenizers` with the pieces of a sentencepiece model."""
+    from tokenizers import models
+
+    pieces, fallback = proto.pieces, proto.trainer_spec.byte_fallback
+    unknown = next((i for i, piece in enumerate(pieces) if piece.type == _UNKNOWN), None)
+    if proto.trainer_spec.model_type == _BPE:
+        ranks = {piece.piece: -piece.score for piece in pieces if piece.type == _LEARNED}
+        return models.BPE(
+            {piece.piece: i for i, piece in enumerate(pieces)},
+            _merges(ranks, len),
+            unk_token=None if unknown is None else pieces[unknown].piece,
+            fuse_unk=True,
+            byte_fallback=fallback,
+            ignore_merges=ignore_merges,
+        )
+    if proto.trainer_spec.model_type == _UNIGRAM:
+        scores = [(piece.piece, piece.score) for piece in pieces]
+        return models.Unigram(scores, unk_id=unknown, byte_fallback=fallback)
+    raise ValueError(
+        f"{file}: tokenizer.json has no equivalent of sentencepiece models of words or characters"
+    )
 
 
 def _literal(text: str) -> str:

@@ -11,17 +11,18 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 tiktoken = pytest.importorskip("tiktoken")
 
-from megatron5d.data import bpe_files  # noqa: E402
-from megatron5d.data.bpe_files import PATTERNS, RUN, TiktokenEngine, byte_level, byte_signs  # noqa: E402
+from megatron5d.data import tiktoken_engine  # noqa: E402
+from megatron5d.data.bpe_files import GPT2_PATTERN, PATTERNS, byte_level, byte_signs  # noqa: E402
 from megatron5d.data.corpus import Cursor, Unit  # noqa: E402
 from megatron5d.data.documents import Recipe, tokenize_unit  # noqa: E402
+from megatron5d.data.tiktoken_engine import RUN, TiktokenEngine  # noqa: E402
 from megatron5d.data.tokenizer import load_tokenizer  # noqa: E402
 from megatron5d.data.tokenizer_export import PROBES  # noqa: E402
 from megatron5d.tools.tokenizer import train_byte_level  # noqa: E402
 
 CORPUS = [
     Path(path).read_text(encoding="utf-8")
-    for path in (random.__file__, json.__file__, bpe_files.__file__)
+    for path in (random.__file__, json.__file__, tiktoken_engine.__file__)
 ]
 ALL_CHARACTERS = [
     chr(code) for code in [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
@@ -52,7 +53,7 @@ def invented(seed):
     texts = [
         "".join(draw.choices(f"{letters} ", k=draw.choice([5, 12, 40, 700]))) for _ in range(40)
     ]
-    return byte_level(model, bpe_files.GPT2_PATTERN), [
+    return byte_level(model, GPT2_PATTERN), [
         *texts,
         *(text.replace(" ", "") for text in texts),
     ]
@@ -79,7 +80,7 @@ def test_invented_vocabularies_are_refused_or_give_the_same_ids(monkeypatch):
     # without the proof many of them differ, so these texts can tell
     taken = {sign: byte for byte, sign in byte_signs().items()}
     monkeypatch.setattr(
-        bpe_files,
+        tiktoken_engine,
         "_reached",
         lambda m: {bytes(taken[s] for s in token): i for token, i in m["vocab"].items()},
     )
