@@ -53,8 +53,8 @@ def nearest(architecture: str) -> str:
     versions: dict[int, str] = {}
     if match := re.fullmatch(r"(sm_|gfx)(\w+)", architecture):
         vendor, version = match.groups()
-        own = [name for name in names if name.startswith(vendor)]
-        versions = {int(name.removeprefix(vendor), 16): name for name in own}
+        same_vendor = [name for name in names if name.startswith(vendor)]
+        versions = {int(name.removeprefix(vendor), 16): name for name in same_vendor}
         versions = {v: name for v, name in versions.items() if v <= int(version, 16)}
     if not versions:
         raise ValueError(

@@ -117,8 +117,8 @@ def _collect_keys(
         p = tl.exp2(scores - lse[:, None])
         if MASKED:
             key = first + tl.arange(0, BLOCK_N)
-            seen = visible_keys(queries, mask, batch, key, num_keys, window, FLAGS)
-            p = tl.where(seen, p, 0.0)
+            is_visible = visible_keys(queries, mask, batch, key, num_keys, window, FLAGS)
+            p = tl.where(is_visible, p, 0.0)
         dp = tl.dot(dout, v.T)
         ds = uncapped(p * (dp - delta[:, None]), scores, softcap, FLAGS.softcap)
         dq = tl.dot(ds.to(k.dtype), k, dq)

@@ -37,7 +37,7 @@ LARGEST_CUT_DIM = 128
 COUNTED_KEYS = 64  # of a block, when blocks are counted to choose between blocks and shares
 BLOCKS_PER_PROCESSOR = 3  # fewer, of unequal length, leave processors idle at the end
 LEAST_ENTRIES = 128  # fewer take as long, and would be binaries of their own
-# Of a share: with fewer queries, loading keys and adding up parts takes longer.
+# Of a share: with fewer queries, loading keys and adding up partial sums takes longer.
 LEAST_QUERIES = tl.constexpr(256)
 
 
@@ -83,8 +83,10 @@ def _collect_queries(
         p = tl.exp2(scores - tl.load(statistics[0] + row + query)[None, :])
         if MASKED:
             q_at, q_document = queries_at(mask, batch, query, num_queries, FLAGS)
-            seen = visible(q_at[None, :], k_at, q_document[None, :], k_document, window, FLAGS)
-            p = tl.where(seen, p, 0.0)
+            is_visible = visible(
+                q_at[None, :], k_at, q_document[None, :], k_document, window, FLAGS
+            )
+            p = tl.where(is_visible, p, 0.0)
         dout = load_tile(tiles[1], first, batch, head, BLOCK_M, DV, REACH)
         dv = tl.dot(p.to(dout.dtype), dout, dv)
         dp = tl.dot(v, dout.T)
@@ -241,7 +243,7 @@ def _key_value_kernel(
     group,
     dims,
     natural_scale,
-    parts_ptr,
+    partials_ptr,
     FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -356,8 +358,8 @@ def _key_value_kernel(
             coordinates = entry // blocks, num_batch, head // group, num_heads // group
             _store(outputs, dk, dv, key, num_keys, coordinates, dims, natural_scale)
         elif ends | (tile == last):
-            part = parts_ptr + (2 * program + begins).to(tl.int64) * BLOCK_N * (D + DV)
-            line = part + tl.arange(0, BLOCK_N)[:, None] * (D + DV)
+            partial = partials_ptr + (2 * program + begins).to(tl.int64) * BLOCK_N * (D + DV)
+            line = partial + tl.arange(0, BLOCK_N)[:, None] * (D + DV)
             tl.store(line + tl.arange(0, D)[None, :], dk)
             tl.store(line + D + tl.arange(0, DV)[None, :], dv)
         dk = tl.where(ends, 0.0, dk)
@@ -383,7 +385,7 @@ def _sum_parts_kernel(
     group,
     dims,
     natural_scale,
-    parts_ptr,
+    partials_ptr,
     FLAGS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -423,9 +425,11 @@ def _sum_parts_kernel(
     dk = tl.zeros((ROWS, D), tl.float32)
     dv = tl.zeros((ROWS, DV), tl.float32)
     for other in range(program, (stop - 1) // share + 1):
-        part = parts_ptr + (2 * other + (other == program)).to(tl.int64) * BLOCK_N * (D + DV) + line
-        dk += tl.load(part + tl.arange(0, D)[None, :])
-        dv += tl.load(part + D + tl.arange(0, DV)[None, :])
+        partial = (
+            partials_ptr + (2 * other + (other == program)).to(tl.int64) * BLOCK_N * (D + DV) + line
+        )
+        dk += tl.load(partial + tl.arange(0, D)[None, :])
+        dv += tl.load(partial + D + tl.arange(0, DV)[None, :])
     key = entry % blocks * BLOCK_N + row
     coordinates = entry // blocks, num_batch, (start - origin) // length, num_heads // group
     _store(outputs, dk, dv, key, num_keys, coordinates, dims, natural_scale)
@@ -466,15 +470,15 @@ def launch_keys(
     assert tiles < 2**31, "tiles are counted in 32 bits"
     shares, width = num_processors(outputs[0].device), config["D"] + config["DV"]
     shape = (2 * shares, config["BLOCK_N"], width)
-    parts = torch.empty(shape, dtype=torch.float32, device=outputs[0].device)
+    partials = torch.empty(shape, dtype=torch.float32, device=outputs[0].device)
     config["ENTRIES"] = max(next_power_of_2(entries), LEAST_ENTRIES)
-    _key_value_kernel[(shares,)](*inputs, outputs, *sizes, parts, CUT=True, **config)
+    _key_value_kernel[(shares,)](*inputs, outputs, *sizes, partials, CUT=True, **config)
     constants = {
         name: config[name] for name in ("FLAGS", "BLOCK_M", "BLOCK_N", "D", "DV", "ENTRIES")
     }
     constants["FLAGS"] = _of_ranges(config["FLAGS"])
     grid = (shares, config["BLOCK_N"] // ROWS)
-    _sum_parts_kernel[grid](outputs, *sizes, parts, **constants, ROWS=ROWS)
+    _sum_parts_kernel[grid](outputs, *sizes, partials, **constants, ROWS=ROWS)
 
 
 def _of_ranges(flags: Flags) -> Flags:

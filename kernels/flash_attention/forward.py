@@ -90,7 +90,7 @@ def _attend(
         multiplied = _next_block(offset, span, MASKED, FLAGS, BLOCK_N) if AHEAD else first
         if MASKED:
             key = first + tl.arange(0, BLOCK_N)
-            seen = visible_keys(queries, mask, batch, key, num_keys, window, FLAGS)
+            is_visible = visible_keys(queries, mask, batch, key, num_keys, window, FLAGS)
         k = load_tile(k_tiles, multiplied, batch, k_head, BLOCK_N, D, REACH)
         product = tl.dot(q, k.T)
         if not AHEAD:
@@ -98,7 +98,7 @@ def _attend(
         if FLAGS.softcap:
             scores = capped(scores, scale, softcap, True)
         if MASKED:
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(is_visible, scores, float("-inf"))
         # The scale is positive, so it may follow the maximum, where it is fused with the
         # subtraction.
         factor = 1.0 if FLAGS.softcap else scale

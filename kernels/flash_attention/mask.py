@@ -335,7 +335,7 @@ def spans_of(
         int32 `[b|1, blocks, 4]`; zeros for a block that sees nothing.
     """
     flags = flags_of(rule)
-    sides, given = [mask[:2], mask[2:]], [flags.q_positions, flags.k_positions]
+    sides, has_positions = [mask[:2], mask[2:]], [flags.q_positions, flags.k_positions]
     anchor, candidate = (0, 1) if queries else (1, 0)
     num_blocks = cdiv(counts[anchor], blocks[anchor])
     num_batch = 1 if rule.documents is None else rule.documents.shape[0]
@@ -350,8 +350,8 @@ def spans_of(
         int(rule.causal),
         int(queries),
         HAS_DOCUMENTS=flags.documents,
-        ANCHOR_POSITIONS=given[anchor],
-        CANDIDATE_POSITIONS=given[candidate],
+        ANCHOR_POSITIONS=has_positions[anchor],
+        CANDIDATE_POSITIONS=has_positions[candidate],
         BLOCK=blocks[anchor],
         CANDIDATE_BLOCK=blocks[candidate],
         CHUNK=cdiv(_TOKENS_LOADED, blocks[candidate]),

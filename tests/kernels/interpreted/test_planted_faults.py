@@ -157,7 +157,7 @@ PLANTED = [
                 "tl.range(begin, end if MASKED else end + BLOCK_N, BLOCK_N)",
             ),
             "scores of the same block": ("following = offset + BLOCK_N", "following = offset"),
-            "no causal mask": ("tl.where(seen, ", "tl.where(seen | True, "),
+            "no causal mask": ("tl.where(is_visible, ", "tl.where(is_visible | True, "),
             "no rescaling": ("out = out * shrink[:, None]", "out = out * 1.0"),
         },
     ),
