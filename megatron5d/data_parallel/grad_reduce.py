@@ -35,7 +35,7 @@ class BucketReduction:
         self.remaining = sum(passes[phase] for phase in self.phases)
 
     def add_grad(self, ends_microbatch: bool) -> bool:
-        """Counts the weight gradient of a phase; returns whether a reduction is due.
+        """Counts the weight gradient of a phase; returns whether to reduce the bucket now.
 
         Args:
             ends_microbatch: it is the bucket's last gradient of a micro-batch.

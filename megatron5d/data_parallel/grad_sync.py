@@ -58,8 +58,8 @@ class GradSync(PhaseHooks):
         reduce_per_step: ZeRO-2 and 3 reduce gradients once a step instead of after every
             micro-batch.
         gather_per_step: ZeRO-3 keeps gathered weights until their last backward of a step.
-        gather_format: of weights under ZeRO-3, if it accepts them; they get buckets of their own.
-        separate: selects parameters that get buckets of their own (another optimizer updates them).
+        gather_format: of weights under ZeRO-3, if it accepts them; they get separate buckets.
+        separate: selects parameters that get separate buckets (another optimizer updates them).
         frozen: selects parameters that are never updated; their gradients are not reduced.
     """
 
@@ -162,17 +162,17 @@ class GradSync(PhaseHooks):
 
     def _reduce(self, phase: Phase) -> None:
         """Counts a phase's weight gradients, and starts the reductions that they complete."""
-        due = []
+        complete = []
         for index in self.uses[phase]:
             reduction = self._reductions[index]
             if reduction.add_grad(ends_microbatch=index in self._ends[phase]):
-                due.append(reduction)
-        if not due:
+                complete.append(reduction)
+        if not complete:
             return
         self._finish_shard_sums()
-        for reduction in due:
+        for reduction in complete:
             reduction.start()
-        self._in_flight += [reduction for reduction in due if reduction.is_in_flight]
+        self._in_flight += [reduction for reduction in complete if reduction.is_in_flight]
         if self._starts_early:
             self._start_common_sums()
 

@@ -73,7 +73,7 @@ class TemporaryBuffer:
         """Allocates the memory, unless it is allocated.
 
         Outside the steps for which blocks were planned (an evaluation, weights read from outside),
-        another buffer may be using the block. The buffer then gets memory of its own.
+        another buffer may be using the block. The buffer then gets separate memory.
         """
         if self.is_allocated:
             return
@@ -101,7 +101,7 @@ class TemporaryBuffer:
         """Makes the buffer, which is not allocated, use a block from now on.
 
         Args:
-            block: None = memory of its own whenever it is allocated.
+            block: None = new memory whenever it is allocated.
         """
         assert not self.is_allocated
         self._block = block

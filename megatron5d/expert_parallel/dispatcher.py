@@ -82,11 +82,11 @@ class AssumedLoad:
 
 
 class SendCapacity:
-    """Rows that a rank sends each other one, planned instead of counted (moe.exchange=planned).
+    """Rows that a rank sends to every other, planned instead of counted (moe.exchange=planned).
 
     A step in which a rank has more rows to send is run again with counted rows. So are the
-    following steps, twice as many each time that it happens again soon: a router that stays uneven
-    costs little.
+    following steps; their number doubles each time that this recurs soon, so that a router that
+    stays uneven costs little.
 
     Args:
         imbalance: capacity of a pair of ranks, as a multiple of an even share.
@@ -122,7 +122,7 @@ class SendCapacity:
         return exceeded > 0
 
     def rows_per_pair(self, num_choices: int, ep: Axis) -> int | None:
-        """Rows that a rank with `num_choices` sends each other one; None = as many as counted."""
+        """Rows that a rank with `num_choices` sends to every other; None = the counted number."""
         if not self.is_planned:
             return None
         return min(num_choices, math.ceil(num_choices / ep.size * self.imbalance))
@@ -288,7 +288,7 @@ class Dispatcher:
         return state.rows.start(rows), state.weights.start(by_row), state
 
     def _rows_per_pair(self, num_choices: int) -> int | None:
-        """Rows that this rank sends each other one; None = as many as counted."""
+        """Rows that this rank sends to every other; None = the counted number."""
         if self.ep.size == 1:
             return num_choices
         return None if self.capacity is None else self.capacity.rows_per_pair(num_choices, self.ep)

@@ -6,7 +6,7 @@ with rank i of the other nodes:
 
     to nodes      for each token a row per node that it needs, with its weights and its experts
                   there: all_to_all ep_outer
-    enter_node    inside the node, as in dispatcher.py: ep_inner, etp; a phase of its own, so that
+    enter_node    inside the node, as in dispatcher.py: ep_inner, etp; a separate phase, so that
                   other work overlaps with each half
     back          outputs summed inside the node, one row per received row: all_to_all ep_outer
 
@@ -102,7 +102,7 @@ class NodeDispatch:
         return self.outputs.start(rows)  # in flight  all_to_all ep_outer
 
     def combine(self, handle: Tensor) -> Tensor:
-        """Combines as DirectDispatch; choices without a row of their own add zeros.
+        """Combines as DirectDispatch; choices without a row add zeros.
 
         Comm: none / all_to_all ep_outer.
         """
@@ -183,7 +183,7 @@ class HierarchicalDispatcher:
         return torch.where(is_on_node, choices - node_of_row * self.per_node, self.per_node)
 
     def _assumed_counts(self, num_tokens: int, k: int) -> Tensor:
-        """Rows int64 `[nodes, nodes]` for a forecast: each token needs as many nodes as it can.
+        """Rows int64 `[nodes, nodes]` for a forecast: each token needs the largest number of nodes.
 
         Each row then has k choices, and those on other nodes are not sent on inside the node.
         """

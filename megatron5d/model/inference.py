@@ -142,7 +142,7 @@ class Predictor:
         multiple = self.mesh["tp"].size if self.config.parallel.sp else 1
         tokens = F.pad(tokens.to(self.device), (0, -s % multiple))
         position = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
-        # Padding is a document of its own, so that no token sees it, even if masks are not causal.
+        # Padding is a separate document, so that no token sees it, even if masks are not causal.
         documents = (position >= s).long() if s % multiple else None
         mask = torch.zeros(tokens.shape, device=self.device)
         batch = MicroBatch(tokens, tokens, mask, position.clamp(max=s - 1), documents)

@@ -54,7 +54,7 @@ def even_stages(
 
     Args:
         costs: of every layer, in any unit.
-        num_stages: each gets at least one layer, except an end with a cost of its own.
+        num_stages: each gets at least one layer, except an end with an additional cost.
         first, last: additional costs of the first stage (the embedding) and the last (the head), in
             the same unit.
 

@@ -114,8 +114,8 @@ def column_linear(x: Tensor, weight: Tensor, tp: Axis, sp: bool, defer: Defer = 
     Returns:
         `[s/cp, b, out/tp]`.
 
-    Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of as many
-        each; without sp none / all_reduce tp.
+    Comm: with sp all_gather tp of s/cp·b·in elements / all_gather and reduce_scatter tp of the
+        same size; without sp none / all_reduce tp.
     """
     if tp.size == 1:
         return local_linear(x, weight, defer)

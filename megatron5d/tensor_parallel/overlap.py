@@ -1,7 +1,7 @@
 """A linear layer's GEMM and its collective: in sequence, or in chunks that overlap.
 
                          in sequence (`none`)           in chunks of one rank's tokens
-    all_gather_gemm      all_gather x, then one GEMM    GEMM of the local chunk, then of arriving ones
+    all_gather_gemm      all_gather x, then one GEMM    GEMM of the local chunk, then of the others
     gemm_reduce_scatter  one GEMM, then reduce_scatter  GEMM of the local chunk last
 
 Chunks need tp GEMMs, each of 1/tp of the rows. In both cases (tp-1)/tp of the tensor is sent.
