@@ -28,8 +28,7 @@ if not __package__:  # run as a script from a checkout
 
 from megatron5d.config.command_line import print_anywhere
 from megatron5d.config.errors import exit_code, in_options, names_option
-from megatron5d.model.partition import BALANCES
-from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
+from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import Program, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
 from megatron5d.pipeline_parallel.schedule_csv import read_file, write_program
@@ -37,6 +36,12 @@ from megatron5d.pipeline_parallel.simulate import Simulation, lower_bound, simul
 from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.planning.schedule_search.named_schedules import PAIRS, PLACEMENTS
 from megatron5d.planning.schedule_search.stage_costs import LayerCosts
+from megatron5d.tools.planning.schedule_costs import (
+    add_costs,
+    cost_models,
+    costs_and_layout,
+    stage_costs,
+)
 from megatron5d.tools.plots.schedule import chrome_trace, draw_png, draw_svg, draw_text
 
 if TYPE_CHECKING:
@@ -136,7 +141,7 @@ def _add_compare(commands: Any) -> None:
         "compare", help="a table of all named schedules under the same costs"
     )
     _add_sizes(parser)
-    _add_costs(parser)
+    add_costs(parser)
     parser.add_argument(
         "--memory",
         type=float,
@@ -150,7 +155,7 @@ def _add_compare(commands: Any) -> None:
 def _add_search(commands: Any) -> None:
     parser = commands.add_parser("search", help="the best schedule found under a memory cap")
     _add_sizes(parser)
-    _add_costs(parser)
+    add_costs(parser)
     parser.add_argument(
         "--memory",
         type=float,
@@ -213,91 +218,12 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
 
 
-def _add_costs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--costs", default="", help="F=1,I=1,W=1,comm=0,a2aF=0,a2aB=0 (these are the defaults)"
-    )
-    parser.add_argument(
-        "--stage-scale",
-        metavar="LIST",
-        help="each stage's time relative to an even split, such as 0.3,1,1,1.5",
-    )
-    layers = parser.add_argument_group(
-        "whole layers", "assigned to stages; --embedding, --head and --dense in layers"
-    )
-    layers.add_argument(
-        "--layers", type=int, metavar="N", help="of the model (default: an even split)"
-    )
-    layers.add_argument(
-        "--embedding",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="additional compute of the first stage",
-    )
-    layers.add_argument(
-        "--head", type=float, default=0.0, metavar="X", help="additional compute of the last stage"
-    )
-    layers.add_argument(
-        "--dense",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="first layers, without all-to-all",
-    )
-    layers.add_argument(
-        "--balance", choices=BALANCES, help="what to balance (default: stages; search tries all)"
-    )
-
-
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(schedule_names())
     parser.add_argument("--schedule", required=True, help=f"{names}, or file:<path> of a CSV")
     _add_sizes(parser)
     parser.add_argument("--vpp", type=int, help="chunks per rank (default: as the schedule needs)")
-    _add_costs(parser)
-
-
-def _cost_models(options: argparse.Namespace) -> list[Costs | LayerCosts]:
-    """Costs under each way of assigning layers to stages that the options allow."""
-    ends = {name: getattr(options, name) for name in ("embedding", "head", "dense")}
-    if options.layers is None:
-        unused = [f"--{name}" for name in (*ends, "balance") if getattr(options, name)]
-        if unused:
-            raise ValueError(f"{', '.join(unused)} requires --layers, the number to assign")
-        return [_costs(options)]
-    if options.stage_scale:
-        raise ValueError("--stage-scale and --layers both set the work of stages; leave one out")
-    balances = [options.balance] if options.balance else BALANCES
-    return [
-        LayerCosts(_costs(options), options.layers, **ends, balance=balance) for balance in balances
-    ]
-
-
-def _stage_costs(
-    options: argparse.Namespace, program: Program
-) -> tuple[StageCosts, list[int] | None]:
-    """Costs of the stages of a Program, and their numbers of layers if --layers is set."""
-    return _costs_and_layout(_cost_models(options)[0], program)
-
-
-def _costs_and_layout(
-    model: Costs | LayerCosts, program: Program
-) -> tuple[StageCosts, list[int] | None]:
-    placement = program.placement
-    return model.of(placement), model.layout(placement) if isinstance(model, LayerCosts) else None
-
-
-def _costs(options: argparse.Namespace) -> Costs:
-    scale = None
-    if options.stage_scale:
-        try:
-            scale = [float(factor) for factor in options.stage_scale.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"--stage-scale must be numbers such as 0.3,1,1,1.5 (got {options.stage_scale!r})"
-            ) from None
-    return parse_costs(options.costs, scale)
+    add_costs(parser)
 
 
 def _program(options: argparse.Namespace) -> Program:
@@ -339,7 +265,7 @@ def _rounded(values: Any) -> list[float]:
 def _show(options: argparse.Namespace) -> int:
     program = _program(options)
     verify(program)
-    result = simulate(program, _stage_costs(options, program)[0])
+    result = simulate(program, stage_costs(options, program)[0])
     if not result.makespan:
         raise ValueError(
             "a drawing requires F, I or W of --costs above 0 (got 0: no action takes time)"
@@ -368,7 +294,7 @@ def _show(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     program = _program(options)
     verify(program)
-    costs, layout = _stage_costs(options, program)
+    costs, layout = stage_costs(options, program)
     result = simulate(program, costs)
     figures = _figures(program, costs, result, layout)
     if options.activation_bytes:
@@ -395,7 +321,7 @@ def _compare(options: argparse.Namespace) -> int:
             label = name if chunks is None else f"{name} v={chunks}"
             try:
                 program = build_program(name, options.pp, options.microbatches, chunks)
-                costs, layout = _stage_costs(options, program)
+                costs, layout = stage_costs(options, program)
                 result = simulate(program, costs)
             except ValueError as error:
                 impossible.append(in_options(f"{label}: {error}", OPTIONS))
@@ -453,7 +379,7 @@ def _search(options: argparse.Namespace) -> int:
     seconds = options.seconds
     if seconds is None and options.evaluations is None:
         seconds = SEARCH_S
-    models = _cost_models(options)
+    models = cost_models(options)
     result = search_program(
         options.pp,
         options.microbatches,
@@ -487,7 +413,7 @@ def _overlapped_pairs(options: argparse.Namespace) -> list[str]:
 
 
 def _search_figures(result: SearchResult, model: Costs | LayerCosts) -> dict[str, Any]:
-    costs, layout = _costs_and_layout(model, result.program)
+    costs, layout = costs_and_layout(model, result.program)
     return _figures(result.program, costs, result.simulation, layout) | {
         "placement": result.placement,
         "lower_bound": round(result.lower_bound, 9),

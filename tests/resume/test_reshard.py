@@ -2,7 +2,6 @@
 written, and continues."""
 
 import dataclasses
-import json
 import math
 import os
 import random
@@ -18,6 +17,7 @@ import pytest
 import torch
 from random_configs import another_layout, numbers, random_config
 from ranks import run_ranks
+from resharding import DENSE, SPARSE, config_of, moved, reshard
 from runs import curve, train_on_ranks, whole_tensors, write_corpus
 
 from megatron5d.checkpoint.folder import (
@@ -29,18 +29,11 @@ from megatron5d.checkpoint.folder import (
 )
 from megatron5d.checkpoint.layout import ShardedTensor
 from megatron5d.checkpoint.load import SavedTensors
-from megatron5d.config.convert import leaves, value_of
 from megatron5d.config.schema import (
     CheckpointConfig,
-    Config,
-    DataConfig,
     LogConfig,
-    ModelConfig,
-    OptimConfig,
     ParallelConfig,
     PipelineConfig,
-    PrecisionConfig,
-    TrainConfig,
 )
 from megatron5d.parity.variants import faults_of
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
@@ -51,77 +44,12 @@ from megatron5d.topology.process import Process
 from megatron5d.train.build import build_run
 from megatron5d.train.state import run_tensors
 
-STEPS, STOP = 4, 2
-GROUPS = ("parallel.", "pipeline.", "recompute.", "train.")
-DENSE = ModelConfig(
-    vocab_size=96,
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
-SPARSE = dataclasses.replace(
-    DENSE,
-    num_experts=8,
-    top_k=2,
-    moe_ffn_hidden_size=16,
-    first_k_dense=1,
-    router_bias=True,
-    router_score="sigmoid",
-)
+STOP = 2
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "toy", vocab_size=96, documents=300)
-
-
-def config_of(
-    folder,
-    corpus,
-    model=DENSE,
-    dtype="fp64",
-    stop_after=0,
-    schedule="1f1b",
-    optim="adamw",
-    **parallel,
-):
-    return Config(
-        model=model,
-        parallel=ParallelConfig(**parallel),
-        pipeline=PipelineConfig(schedule=schedule),
-        train=TrainConfig(steps=STEPS, gbs=8, mbs=1, seq_len=16, stop_after=stop_after),
-        optim=OptimConfig(name=optim, lr=1e-2, warmup_steps=2),
-        precision=PrecisionConfig(dtype=dtype),
-        data=DataConfig(train=[corpus]),
-        checkpoint=CheckpointConfig(dir=str(folder / "checkpoints"), keep="0"),
-        log=LogConfig(jsonl=str(folder / "log.jsonl"), progress=False, memory_check="off"),
-    )
-
-
-def overrides_between(before, after):
-    """What differs between two layouts, as on a command line."""
-    keys = [
-        key
-        for key in leaves()
-        if key.startswith(GROUPS) and value_of(after, key) != value_of(before, key)
-    ]
-    return [f"{key}={json.dumps(value_of(after, key))}" for key in keys]
-
-
-def reshard(source, out, config, world, before, *words):
-    words = [*overrides_between(before, config), *words]
-    return convert.main(["reshard", str(source), str(out), "--world", str(world), *words])
-
-
-def moved(config, folder):
-    return dataclasses.replace(
-        config,
-        checkpoint=dataclasses.replace(config.checkpoint, dir=str(folder / "checkpoints")),
-        log=dataclasses.replace(config.log, jsonl=str(folder / "log.jsonl")),
-    )
 
 
 def _loaded(rank, world, config):
