@@ -29,7 +29,7 @@ from megatron5d.kernels.flash_attention.mask import (
     loop_bounds,
     mask_data,
     queries_at,
-    spans_of,
+    span_arguments,
     up_to_last_key,
     visible_keys,
 )
@@ -216,36 +216,57 @@ def _row_statistics(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     return rows
 
 
+def _launch_arguments(
+    operation: str,
+    tensors: list[Tensor],
+    rows: Tensor,
+    rule: AttentionRule,
+    unused: Tensor,
+    *,
+    queries: bool,
+    **more_keys: int,
+) -> tuple[tuple, tuple, dict]:
+    """Arguments before and after the outputs, and constants, of one of the two kernels.
+
+    Args:
+        tensors: q, dout, k, v.
+        rows: from `_row_statistics`.
+        unused: in place of absent data of the mask.
+        queries: the kernel's blocks are of queries, else of keys.
+        more_keys: of the tuning table.
+    """
+    q, _, k, v = tensors
+    (s, b, a, d), (t, g), dv = q.shape, k.shape[::2], v.shape[3]
+    flags, mask = flags_of(rule), mask_data(rule, unused)
+    config = tuning.select(operation, q.device, **tuning_key(d, dv, flags), **more_keys)
+    block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
+    assert PADDING % block_m == 0, "row statistics end with a block of queries"
+    mode = reach(tensors, config.pop("DESCRIBED"))
+    tiles = sources(tensors, [block_m, block_m, block_n, block_n], mode)
+    spans = span_arguments(rule, mask, unused, (s, t), (block_m, block_n), queries=queries)
+    score = (kernel_scale(rule), rule.softcap, rule.window or 0)
+    sizes = (s, rows.shape[3], a, *score, t, b, a // g, (d, dv), rule.scale)
+    config |= {"FLAGS": flags, "D": next_power_of_2(d), "DV": next_power_of_2(dv)}
+    return (*tiles, tuple(rows), mask), (*spans, *sizes), {"REACH": mode, **config}
+
+
 def backward(dout, q, k, v, out, lse, rule: AttentionRule) -> tuple[Tensor, Tensor, Tensor]:
     """Computes dq, dk, dv as `flash_attention.attention_backward` describes them."""
     q, k, v = (aligned(x) for x in (q, k, v))
     dout, lse = aligned(dout.contiguous()), lse.contiguous()
     rows = _row_statistics(dout, out.contiguous(), lse)
-    s, b, a, d = q.shape
-    t, g, dv_dim = k.shape[0], k.shape[2], v.shape[3]
+    (s, b, a, d), (t, g) = q.shape, k.shape[::2]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    flags, mask = flags_of(rule), mask_data(rule, lse)
-    key = tuning_key(d, dv_dim, flags)
-    score = (kernel_scale(rule), rule.softcap, rule.window or 0)
+    tensors = [q, dout, k, v]
 
-    def arguments(operation, queries: bool, **more_keys) -> tuple[tuple, tuple, dict]:
-        """Arguments before and after the outputs, and constants, of one of the two kernels."""
-        config = tuning.select(operation, q.device, **key, **more_keys)
-        block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-        assert PADDING % block_m == 0, "row statistics end with a block of queries"
-        mode = reach([q, dout, k, v], config.pop("DESCRIBED"))
-        tiles = sources([q, dout, k, v], [block_m, block_m, block_n, block_n], mode)
-        spans = lse
-        if flags.spans:
-            spans = spans_of(rule, mask, (s, t), (block_m, block_n), queries=queries)
-        stride = spans.stride(0) if spans.shape[0] > 1 else 0
-        sizes = (s, rows.shape[3], a, *score, t, b, a // g, (d, dv_dim), rule.scale)
-        config |= {"FLAGS": flags, "D": next_power_of_2(d), "DV": next_power_of_2(dv_dim)}
-        return (*tiles, tuple(rows), mask), (spans, stride, *sizes), {"REACH": mode, **config}
-
-    cut = in_shares(t, b * g, next_power_of_2(max(d, dv_dim)), num_processors(q.device))
-    inputs, sizes, config = arguments("attention_backward_keys", False, shares=int(cut))
+    width = next_power_of_2(max(d, v.shape[3]))
+    cut = in_shares(t, b * g, width, num_processors(q.device))
+    inputs, sizes, config = _launch_arguments(
+        "attention_backward_keys", tensors, rows, rule, lse, queries=False, shares=int(cut)
+    )
     launch_keys(inputs, sizes, config, (dk, dv), cut)
-    inputs, sizes, config = arguments("attention_backward_queries", True)
+    inputs, sizes, config = _launch_arguments(
+        "attention_backward_queries", tensors, rows, rule, lse, queries=True
+    )
     _query_kernel[(cdiv(s, config["BLOCK_M"]), a, b)](*inputs, dq, *sizes, **config)
     return dq, dk, dv

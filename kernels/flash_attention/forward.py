@@ -23,7 +23,7 @@ from megatron5d.kernels.flash_attention.mask import (
     loop_bounds,
     mask_data,
     queries_at,
-    spans_of,
+    span_arguments,
     up_to_last_key,
     visible_keys,
 )
@@ -230,9 +230,8 @@ def forward(
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
     out = torch.empty(s, b, a, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, a, s, dtype=torch.float32, device=q.device)
-    mask, spans = mask_data(rule, lse), lse
-    if flags.spans:
-        spans = spans_of(rule, mask, (s, t), (block_m, block_n), queries=True)
+    mask = mask_data(rule, lse)
+    span_inputs = span_arguments(rule, mask, lse, (s, t), (block_m, block_n), queries=True)
     mode = reach([q, k, v], config.pop("DESCRIBED"))
     *tiles, layouts = sources([q, k, v], [block_m, block_n, block_n], mode)
     _forward_kernel[(cdiv(s, block_m), a, b)](
@@ -241,17 +240,9 @@ def forward(
         lse,
         lse if sinks is None else sinks,
         mask,
-        spans,
-        spans.stride(0) if spans.shape[0] > 1 else 0,
-        s,
-        t,
-        b,
-        a,
-        a // g,
-        dv,
-        kernel_scale(rule),
-        rule.softcap,
-        rule.window or 0,
+        *span_inputs,
+        *(s, t, b, a, a // g, dv),
+        *(kernel_scale(rule), rule.softcap, rule.window or 0),
         FLAGS=flags,
         HAS_SINKS=sinks is not None,
         D=next_power_of_2(d),

@@ -357,3 +357,19 @@ def spans_of(
         CHUNK=cdiv(_TOKENS_LOADED, blocks[candidate]),
     )
     return spans
+
+
+def span_arguments(
+    rule: AttentionRule,
+    mask: MaskData,
+    unused: Tensor,
+    counts: tuple[int, int],
+    blocks: tuple[int, int],
+    *,
+    queries: bool,
+) -> tuple[Tensor, int]:
+    """Spans as of `spans_of`, or `unused` where the rule needs none, and their stride over b."""
+    spans = unused
+    if flags_of(rule).spans:
+        spans = spans_of(rule, mask, counts, blocks, queries=queries)
+    return spans, spans.stride(0) if spans.shape[0] > 1 else 0

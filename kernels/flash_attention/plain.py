@@ -155,8 +155,7 @@ def chunked_backward(
         block_dout = dout[queries].to(wide).unflatten(2, heads)
         delta = (block_dout * out[queries].to(wide).unflatten(2, heads)).sum(-1).permute(1, 2, 3, 0)
         scores, tanh = _block_scores(block_q, wide_k, rule, queries)
-        block_lse = lse[:, :, queries].to(wide).unflatten(1, heads)
-        p = (scores - block_lse.where(block_lse.isfinite(), float("inf")).unsqueeze(-1)).exp_()
+        p = _probabilities(scores, lse[:, :, queries].to(wide).unflatten(1, heads))
         dv += torch.einsum("bgrst,sbgrd->tbgd", p, block_dout)
         ds = p * (torch.einsum("sbgrd,tbgd->bgrst", block_dout, wide_v) - delta.unsqueeze(-1))
         if tanh is not None:
@@ -165,6 +164,11 @@ def chunked_backward(
         dq[queries] = torch.einsum("bgrst,tbgd->sbgrd", ds, wide_k).flatten(2, 3).to(q.dtype)
         dk += torch.einsum("bgrst,sbgrd->tbgd", ds, block_q)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores − lse), 0 in rows that see nothing; overwrites no argument."""
+    return (scores - lse.where(lse.isfinite(), float("inf")).unsqueeze(-1)).exp_()
 
 
 def _heads_first(x: Tensor, dim: int) -> Tensor:
