@@ -86,7 +86,7 @@ def make_micro_batch(
 def _document_begins(
     inputs: Tensor, eod: int | None, starts: Sequence[np.ndarray] | None
 ) -> Tensor:
-    """Where documents begin in rows, bool `[b, s]`: after each `eod`, or at the offsets `starts`."""
+    """Beginnings of documents in rows, bool `[b, s]`: after each `eod`, or at offsets `starts`."""
     begins = torch.zeros(inputs.shape, dtype=torch.bool)
     if eod is not None:
         # In `inputs` padding is IGNORED; in tokens it is 0, which may be the id of `eod`.

@@ -200,9 +200,12 @@ def _unknown(path: Path, count: int, after: int) -> str:
         "eos_token": eod,
     }
     return (
-        f"{path}: a vocabulary of {count} ranks is none of those known here ({known}), and a rank file says neither "
-        "which pattern splits text nor which special tokens there are. Put the model's tokenizer.json beside it and "
-        f"name the folder, or write both into {path.with_name('tokenizer_config.json')}, for instance "
+        f"{path}: a vocabulary of {count} ranks is none of those known here ({known}), and a rank "
+        "file says neither "
+        "which pattern splits text nor which special tokens there are. Put the model's "
+        "tokenizer.json beside it and "
+        f"name the folder, or write both into {path.with_name('tokenizer_config.json')}, for "
+        "instance "
         f"{json.dumps(example)} (pattern: {', '.join(PATTERNS)}, or a regular expression)"
     )
 
@@ -210,11 +213,13 @@ def _unknown(path: Path, count: int, after: int) -> str:
 def _check_whole(path: Path, ranks: dict[bytes, int]) -> None:
     if len(set(ranks.values())) != len(ranks):
         raise ValueError(
-            f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks; each rank is one token's"
+            f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks; each rank is one "
+            "token's"
         )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(
-            f"{path}: {len(missing)} of the 256 bytes are no tokens (0x{missing[0]:02x} is the first), and a text that "
+            f"{path}: {len(missing)} of the 256 bytes are no tokens (0x{missing[0]:02x} is the "
+            "first), and a text that "
             "has them could not be encoded: the file is not whole"
         )
 
@@ -336,7 +341,8 @@ def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
     )
     if not qwen2 and named not in GPT2_CLASSES:
         raise ValueError(
-            f"{vocab}: tokenizer_class {named} may split text in its own way; write its tokenizer.json beside it: "
+            f"{vocab}: tokenizer_class {named} may split text in its own way; write its "
+            "tokenizer.json beside it: "
             f"transformers.AutoTokenizer.from_pretrained({str(vocab.parent)!r}).save_pretrained(...)"
         )
     try:
@@ -357,7 +363,8 @@ def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
         model.add_tokens([AddedToken(token, normalized=False)])
         if model.token_to_id(token) != number:
             raise ValueError(
-                f"{vocab}: the added token {token!r} has id {number}; the next free one is {model.token_to_id(token)}"
+                f"{vocab}: the added token {token!r} has id {number}; the next free one is "
+                f"{model.token_to_id(token)}"
             )
     return model
 

@@ -194,7 +194,8 @@ def kind_of(path: Path) -> str:
         return "parquet"
     if NO_TEXT.search(name) or magic in NO_TEXT_MAGIC:
         raise ValueError(
-            f"{path} is no text by its name or first bytes: write it as jsonl or parquet, or --kind text"
+            f"{path} is no text by its name or first bytes: write it as jsonl or parquet, or "
+            "--kind text"
         )
     if name.endswith(JSONL):
         return "jsonl"
@@ -219,7 +220,8 @@ def kinds_of(
     kinds = [kind or kind_of(path) for path in files]
     if list(keys) != ["text"] and "text" in kinds:
         raise ValueError(
-            f"{files[kinds.index('text')]} is text, which has no field that --json-keys {' '.join(keys)} could name; "
+            f"{files[kinds.index('text')]} is text, which has no field that --json-keys "
+            f"{' '.join(keys)} could name; "
             "leave it out with --exclude, or say --kind jsonl"
         )
     return kinds
@@ -292,7 +294,8 @@ def list_files(
         )
     if not files:
         raise ValueError(
-            f"--input {' '.join(inputs)}: no files that end in {', '.join(JSONL + PARQUET + TEXT)}, compressed or not; "
+            f"--input {' '.join(inputs)}: no files that end in "
+            f"{', '.join(JSONL + PARQUET + TEXT)}, compressed or not; "
             "--glob says which names to take"
         )
     unique: dict[tuple[int, int], Path] = {}

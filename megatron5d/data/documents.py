@@ -275,7 +275,8 @@ def ordered_map(
             yield unit, future.result()
     except BrokenProcessPool as error:
         raise ValueError(
-            "a tokenising process died (killed, or out of memory: try fewer --workers); the same command continues"
+            "a tokenising process died (killed, or out of memory: try fewer --workers); the same "
+            "command continues"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

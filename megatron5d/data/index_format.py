@@ -117,7 +117,10 @@ def map_index(path: Path) -> Index:
             raise file_error(
                 path,
                 size,
-                f"the file ends, but its {name} (from byte {start}) reach to byte {stop}: truncated?",
+                (
+                    f"the file ends, but its {name} (from byte {start}) reach to byte {stop}: "
+                    "truncated?"
+                ),
             )
     if size == end + num_sequences and num_sequences:
         raise file_error(
@@ -189,7 +192,10 @@ def _check_sequences(path: Path, index: Index, lengths_at: int, pointers_at: int
             raise file_error(
                 path,
                 pointers_at + 8 * (start + k),
-                f"sequence {start + k} is said to start at byte {pointers[k]} of .bin, not {starts[k]}",
+                (
+                    f"sequence {start + k} is said to start at byte {pointers[k]} of .bin, not "
+                    f"{starts[k]}"
+                ),
             )
         expected = int(pointers[-1] + sizes[-1])
 

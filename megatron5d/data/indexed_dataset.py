@@ -95,7 +95,8 @@ class IndexedDataset:
         first = int(self.index.document_indices[i])
         if not 0 <= first <= self.num_sequences:
             raise ValueError(
-                f"{self.prefix}.idx: document {i} begins at sequence {first} of {self.num_sequences}"
+                f"{self.prefix}.idx: document {i} begins at sequence {first} of "
+                f"{self.num_sequences}"
             )
         return self.sequence_start(first)
 
@@ -185,7 +186,8 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype.kind == "f" or self.dtype not in DTYPES.values():
             raise ValueError(
-                f"IndexedWriter: dtype {self.dtype}; the format has uint8, int8, int16, int32, int64, uint16"
+                f"IndexedWriter: dtype {self.dtype}; the format has uint8, int8, int16, int32, "
+                "int64, uint16"
             )
         self.num_documents, self.num_tokens = resume_at or (0, 0)
         self._max_id = int(np.iinfo(self.dtype).max)
@@ -237,7 +239,8 @@ class IndexedWriter:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= self._max_id:
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise ValueError(
-                f"{self.prefix}: token id {worst} is outside 0 to {self._max_id} ({self.dtype.name})"
+                f"{self.prefix}: token id {worst} is outside 0 to {self._max_id} "
+                f"({self.dtype.name})"
             )
         if len(lengths) and lengths.max() >= 2**31:
             raise ValueError(

@@ -68,7 +68,8 @@ def build_sample_order(
     tokens_per_epoch = int(np.sum(lengths[sequences[0] : sequences[1]], dtype=np.int64))
     if tokens_per_epoch == 0 or (num_samples is None and tokens_per_epoch <= seq_len):
         raise ValueError(
-            f"its {len(ids)} documents hold {tokens_per_epoch} tokens, a sample needs train.seq_len + 1 = {seq_len + 1}"
+            f"its {len(ids)} documents hold {tokens_per_epoch} tokens, a sample needs "
+            f"train.seq_len + 1 = {seq_len + 1}"
         )
     epochs = (
         1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // tokens_per_epoch))
@@ -202,7 +203,10 @@ def cached_arrays(
                 _store(target, build(), text)
     except OSError as error:
         warnings.warn(
-            f"data.cache_dir: {folder} cannot be written ({error}); every rank builds its own sample index in memory",
+            (
+                f"data.cache_dir: {folder} cannot be written ({error}); every rank builds its own "
+                "sample index in memory"
+            ),
             stacklevel=2,
         )
         return build()

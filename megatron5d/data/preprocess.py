@@ -90,7 +90,8 @@ class Journal:
             return None
         if summary.get("fingerprint") != self.fingerprint or len(present) < len(self.outputs):
             raise ValueError(
-                f"{present[0]} is there already, from other inputs or settings; --overwrite replaces it"
+                f"{present[0]} is there already, from other inputs or settings; --overwrite "
+                "replaces it"
             )
         item_bytes = np.dtype(summary["dtype"]).itemsize
         for output in self.outputs:
@@ -111,7 +112,8 @@ class Journal:
         values = _read(self.path)
         if values["fingerprint"] != self.fingerprint:
             raise ValueError(
-                f"{self.path}: an unfinished run with other inputs or settings wrote {values['documents']} documents; "
+                f"{self.path}: an unfinished run with other inputs or settings wrote "
+                f"{values['documents']} documents; "
                 f"repeat its command to finish it, or --overwrite to begin anew"
             )
         values["cursor"] = Cursor(**values["cursor"])
@@ -282,11 +284,13 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
         if number is not None and text_may_hold(tokenizer, number):
             name = tokenizer.token(number)
             reporting.warning(
-                f"token {number} ({name!r}) is in every document that spells it, not only where it is put"
+                f"token {number} ({name!r}) is in every document that spells it, not only where it "
+                "is put"
             )
     if lost := changes_text(tokenizer):
         reporting.warning(
-            f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives another text"
+            f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives "
+            "another text"
         )
     return tokenizer
 

@@ -162,7 +162,8 @@ def end_of_document(
     for source, name in beside.named("eos"):
         if name not in known:
             raise ValueError(
-                f"{source}: eos_token {name!r} is not in the vocabulary of {beside.path.name}; {fix}"
+                f"{source}: eos_token {name!r} is not in the vocabulary of {beside.path.name}; "
+                f"{fix}"
             )
         return known[name]
     if model_id is not None:

@@ -70,7 +70,10 @@ MISTAKEN = (
     ),
     (
         rb"#version",
-        "is one half of a pair: its vocab.json must stand beside it (gpt2-vocab.json beside gpt2-merges.txt)",
+        (
+            "is one half of a pair: its vocab.json must stand beside it (gpt2-vocab.json beside "
+            "gpt2-merges.txt)"
+        ),
     ),
 )
 
@@ -134,17 +137,22 @@ def _of_json(file: Path, eod: Asked, bos: Asked) -> Tokenizer:
         return HuggingFaceTokenizer(file, eod, bos)
     if content and all(isinstance(number, int) for number in content.values()):
         raise ValueError(
-            f"{file} is a vocab.json without its merges, not a tokenizer.json: merges.txt must stand beside it "
+            f"{file} is a vocab.json without its merges, not a tokenizer.json: merges.txt must "
+            "stand beside it "
             "(gpt2-merges.txt beside gpt2-vocab.json, vocab.bpe beside encoder.json)"
         )
     raise ValueError(
-        f"{file}: JSON, but not a tokenizer.json, tekken.json or vocab.json; name one of these, or the folder with it"
+        f"{file}: JSON, but not a tokenizer.json, tekken.json or vocab.json; name one of these, or "
+        "the folder with it"
     )
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """File that `load_tokenizer` would read: `path` itself, or the one inside a folder. Raises ValueError:
-    there is no such file."""
+    """File that `load_tokenizer` would read: `path` itself, or the one inside a folder.
+
+    Raises:
+        ValueError: there is no such file.
+    """
     path = Path(path)
     if path.is_dir():
         pairs = [path / vocab for vocab, merges in PAIRS if (path / merges).is_file()]
@@ -156,7 +164,8 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
             if file.is_file():
                 return file
         raise ValueError(
-            f"{path}: the folder has no tokenizer.json, tokenizer.model, tekken.json, *.tiktoken file, or vocab.json "
+            f"{path}: the folder has no tokenizer.json, tokenizer.model, tekken.json, *.tiktoken "
+            "file, or vocab.json "
             "with merges.txt"
         )
     if not path.is_file():

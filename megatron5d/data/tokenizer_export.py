@@ -133,7 +133,8 @@ def _backend(file: Path) -> Any:
         import tokenizers
     except ImportError as error:
         raise ValueError(
-            f"{file} is written as a tokenizer.json, which takes the package tokenizers: pip install 'megatron5d[data]'"
+            f"{file} is written as a tokenizer.json, which takes the package tokenizers: pip "
+            "install 'megatron5d[data]'"
         ) from error
     ours = load_tokenizer(file)
     if isinstance(ours, SentencePieceTokenizer):
@@ -180,7 +181,8 @@ def _with_added(backend: Any, file: Path) -> Any:
         backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
         if (actual := backend.token_to_id(token.content)) != i:
             raise ValueError(
-                f"{file.parent} gives the token {token.content!r} id {i}, and with {file.name} it becomes {actual}: a "
+                f"{file.parent} gives the token {token.content!r} id {i}, and with {file.name} it "
+                f"becomes {actual}: a "
                 "tokenizer.json made by transformers, of the same folder, can leave instead"
             )
     return backend
@@ -352,7 +354,8 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
             expected, actual = ours.encode(text), encode(text)
             if expected != actual:
                 raise ValueError(
-                    f"{file} leaves with other ids than those of training: {name} makes {actual[:12]} of {text[:60]!r}, "
+                    f"{file} leaves with other ids than those of training: {name} makes "
+                    f"{actual[:12]} of {text[:60]!r}, "
                     f"training {expected[:12]}"
                 )
 

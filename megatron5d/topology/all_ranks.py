@@ -163,8 +163,8 @@ def first_failure(error: str | None, *, local_only: bool = False) -> Failure | N
         local_only: considers this rank only, without communication.
 
     Comm: unless local_only, an all_reduce of one number over the world; after an error another one,
-        and a broadcast of the words. (After an all_gather of objects each rank would read every answer
-        back from its GPU one by one, which takes seconds for thousands of ranks.)
+        and a broadcast of the words. (An all_gather of objects takes seconds for thousands of
+        ranks, because each rank reads every answer back from its GPU one by one.)
     """
     first = _first(error, local_only)
     return None if first is None else Failure(*first)

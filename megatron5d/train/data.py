@@ -202,7 +202,8 @@ def train_loader(
     end = samples_of_steps(num_steps, batches, consumed_samples)
     if (size := global_batch_size(consumed_samples, batches)) % unit:
         raise ValueError(
-            f"train.gbs_ramp = {','.join(train.gbs_ramp or [])} requires batches that are multiples "
+            f"train.gbs_ramp = {','.join(train.gbs_ramp or [])} requires batches that are "
+            "multiples "
             f"of train.mbs·dp = {unit} (got {size} after {consumed_samples} samples); "
             "resume on fewer data-parallel ranks, or with train.gbs_ramp=null"
         )

@@ -44,7 +44,7 @@ def test_the_good_tree_is_good(tmp_path):
 
 
 PLANTED = [
-    ("product_is_light", {"tools/plan.py": "x = 1\n" * 130_001}, "the product has 390,0"),
+    ("product_is_light", {"tools/plan.py": "x = 1\n" * 134_701}, "the product has 404,1"),
     ("files_are_short", {"tests/test_a.py": "x = 1\n" * 501}, "tests/test_a.py: 501 lines"),
     ("functions_are_short", {"tools/plan.py": function(353)}, "tools/plan.py:2: f has 353 tokens"),
     (
@@ -79,7 +79,10 @@ PLANTED = [
             "megatron5d/topology/grid.py": "def f():\n    from megatron5d.model.gpt import GPT\n",
             "megatron5d/model/gpt.py": "",
         },
-        "megatron5d/topology/grid.py:2: megatron5d/topology (layer 2) imports megatron5d.model.gpt (layer 6)",
+        (
+            "megatron5d/topology/grid.py:2: megatron5d/topology (layer 2) imports megatron5d.model.gpt "
+            "(layer 6)"
+        ),
     ),
     (
         "imports_point_down",
@@ -110,7 +113,8 @@ PLANTED = [
         "second_derivatives_are_refused",
         {
             "kernels/a.py": "class _A(FirstOrderFunction):\n    @staticmethod\n    def backward(ctx, dy): return dy\n"
-            "class _B(torch.autograd.Function):\n    @staticmethod\n    def backward(ctx, dy): return dy\n",
+            "class _B(torch.autograd.Function):\n    @staticmethod\n    def backward(ctx, dy): "
+            "return dy\n",
         },
         "kernels/a.py:4: _B is not a FirstOrderFunction",
     ),

@@ -175,7 +175,8 @@ def test_every_row_of_the_table_really_happens(journey):
     for file, shape_in, shape_out, forward, _ in rows:
         seen = [call for call in calls if call[0] == file]
         assert (file, shape_in, shape_out, forward) in seen, (
-            f"{file}: the table says {shape_in} -> {shape_out} with {dict(forward)}, the run did {seen}"
+            f"{file}: the table says {shape_in} -> {shape_out} with {dict(forward)}, the run did "
+            f"{seen}"
         )
 
 

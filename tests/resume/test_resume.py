@@ -320,7 +320,10 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(corpus, 
         ({"num_layers": 1}, "num_layers = 1, saved with 2"),
         (
             {"num_heads": 3, "num_kv_heads": 3},
-            r"num_heads = 3, saved with 4.*that was saved\n.*attention.out.weight: saved \(32, 32\)",
+            (
+                r"num_heads = 3, saved with 4.*that was saved\n.*attention.out.weight: saved \(32, "
+                r"32\)"
+            ),
         ),
     ):  # the last has as many weights, of other shapes
         with pytest.raises(AssertionError, match=f"(?s)Refused: .*model.{told}"):

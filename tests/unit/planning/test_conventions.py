@@ -82,7 +82,8 @@ def median(values) -> float:
 def test_the_playbooks_sweep():
     others, fitted = errors(OTHERS), errors(FITTED)
     print(
-        f"not fitted on: {len(others)} runs, median {median(others):.1%}, signed {statistics.median(others):+.1%}"
+        f"not fitted on: {len(others)} runs, median {median(others):.1%}, signed "
+        f"{statistics.median(others):+.1%}"
     )
     assert len(SWEEP) > 400 and median(others) < 0.05 and median(fitted) < 0.05
     assert sum(abs(error) < 0.15 for error in others) > 0.9 * len(others)
@@ -95,7 +96,8 @@ def test_few_runs_took_more_than_they_are_said_to_need():
         sizes = {key: int(value) for key, value in run.items() if key not in ("model", "peak_gib")}
         less.append(1 - predicted(run["model"], **sizes).needed / GIB / float(run["peak_gib"]))
     print(
-        f"{sum(part > 0 for part in less)} runs took more, {sum(part > 0.05 for part in less)} of them by 5 %"
+        f"{sum(part > 0 for part in less)} runs took more, {sum(part > 0.05 for part in less)} of "
+        "them by 5 %"
     )
     assert sum(part > 0 for part in less) < 0.08 * len(SWEEP) and sum(
         part > 0.05 for part in less

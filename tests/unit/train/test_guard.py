@@ -75,7 +75,10 @@ def test_a_run_stops_and_names_where_it_first_was_not_finite(tmp_path, corpus):
         run_ranks(poisoned_run, WORLD, config_of(tmp_path, corpus), {2})
     for text in (
         "FloatingPointError: loss = nan, grad_norm = ",
-        "the loss of 1 of 4 ranks is not finite, first on rank 2 (pp 1, dp_replicate 0, dp_shard 0, cp 0, tp 0)",
+        (
+            "the loss of 1 of 4 ranks is not finite, first on rank 2 (pp 1, dp_replicate 0, dp_shard "
+            "0, cp 0, tp 0)"
+        ),
         "The weights are those before this step",
         ", in step 2 (samples 4 to 7). ",
         "data.skip_steps=[2]",

@@ -58,7 +58,10 @@ def folder(tmp_path):
         (
             "model.hidden_size=128 model.tie_embeddings=true",
             "tie_embeddings = True, saved with False",
-            "model.hidden_size=64 model.tie_embeddings=false, or another checkpoint.dir for a new run",
+            (
+                "model.hidden_size=64 model.tie_embeddings=false, or another checkpoint.dir for a new "
+                "run"
+            ),
         ),
         ("model.vocab_size=300", "model.vocab_size = 300, saved with 256", "init.from_checkpoint="),
         ("model=tiny_deepseek", "model.attention = mla, saved with gqa", "the values of"),

@@ -384,8 +384,8 @@ def test_documents_without_the_token_that_shall_end_them_are_noticed(corpus):
         notes = unmarked_documents(Config(data=data))
         assert len(notes) == noticed and all(corpus in note for note in notes)
         assert all(
-            f"its first {DOCUMENTS} documents hold no token 42000, the end of a document by data.eod"
-            in note
+            f"its first {DOCUMENTS} documents hold no token 42000, the end of a document by "
+            "data.eod" in note
             for note in notes
         )
 
