@@ -10,6 +10,8 @@ Online softmax (Milakov & Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691, a
 A sink is a key of known logit without a value: it only sets the first m and l.
 """
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -217,6 +219,12 @@ def _forward_kernel(
     tl.store(lse_ptr + (batch.to(tl.int64) * num_heads + head) * num_queries + query, lse, is_query)
 
 
+def _outputs(q: Tensor, dv: int) -> tuple[Tensor, Tensor]:
+    s, b, a, _ = q.shape
+    out = torch.empty(s, b, a, dv, dtype=q.dtype, device=q.device)
+    return out, torch.empty(b, a, s, dtype=torch.float32, device=q.device)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -228,14 +236,13 @@ def forward(
     flags = flags_of(rule)
     config = tuning.select("attention_forward", q.device, **tuning_key(d, dv, flags))
     block_m, block_n = config["BLOCK_M"], config["BLOCK_N"]
-    out = torch.empty(s, b, a, dv, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, a, s, dtype=torch.float32, device=q.device)
+    out, lse = _outputs(q, dv)
     mask = mask_data(rule, lse)
     span_inputs = span_arguments(rule, mask, lse, (s, t), (block_m, block_n), queries=True)
     mode = reach([q, k, v], config.pop("DESCRIBED"))
     *tiles, layouts = sources([q, k, v], [block_m, block_n, block_n], mode)
     _forward_kernel[(cdiv(s, block_m), a, b)](
-        *(argument for pair in zip(tiles, layouts) for argument in pair),
+        *chain.from_iterable(zip(tiles, layouts)),
         out,
         lse,
         lse if sinks is None else sinks,

@@ -151,9 +151,9 @@ def chunked_backward(
     wide_k, wide_v = k.to(wide), v.to(wide)
     dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     for queries in _query_blocks(q.shape[0]):
-        block_q = q[queries].to(wide).unflatten(2, heads)
-        block_dout = dout[queries].to(wide).unflatten(2, heads)
-        delta = (block_dout * out[queries].to(wide).unflatten(2, heads)).sum(-1).permute(1, 2, 3, 0)
+        block_q = _grouped(q[queries], wide, heads)
+        block_dout = _grouped(dout[queries], wide, heads)
+        delta = (block_dout * _grouped(out[queries], wide, heads)).sum(-1).permute(1, 2, 3, 0)
         scores, tanh = _block_scores(block_q, wide_k, rule, queries)
         p = _probabilities(scores, lse[:, :, queries].to(wide).unflatten(1, heads))
         dv += torch.einsum("bgrst,sbgrd->tbgd", p, block_dout)
@@ -164,6 +164,11 @@ def chunked_backward(
         dq[queries] = torch.einsum("bgrst,tbgd->sbgrd", ds, wide_k).flatten(2, 3).to(q.dtype)
         dk += torch.einsum("bgrst,sbgrd->tbgd", ds, block_q)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _grouped(x: Tensor, dtype: torch.dtype, heads: tuple[int, int]) -> Tensor:
+    """`[s, b, a, d]` -> `[s, b, g, a/g, d]`, in another dtype."""
+    return x.to(dtype).unflatten(2, heads)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
