@@ -102,8 +102,7 @@ def test_files_without_a_sample_are_rejected(folder):
     ended = pretrain(folder, "data.train=[short,cut]", "data.valid=[corpus]", *run)
     assert ended.returncode == 2 and "4 faults" in ended.stderr, ended.stderr
     for words in (
-        f"data.train: short holds {tokens} tokens, and one sample takes train.seq_len + 1 = "
-        f"{tokens + 1}",
+        f"data.train: a sample requires train.seq_len + 1 = {tokens + 1} tokens (short has {tokens})",
         f"train.seq_len={tokens - 1} or less",
         "data.train: cut.bin: byte 2: the file has 2 bytes",
         "data.valid: corpus.idx: byte 0: ",
