@@ -8,7 +8,7 @@ A grouped GEMM is one GEMM per expert, for which the host need not know how many
     weight gradient  dW[e] = sum over the rows r of e of dy[r] x[r]ᵀ
 The grid is the largest that any distribution of rows needs: ceil(rows / tile) + experts tiles of
 rows. A program finds its expert by counting how many experts end before it. Rows past the last
-expert's get zeros from programs of their own; programs beyond those return. Rows of a tile that
+expert's get zeros from separate programs; programs beyond those return. Rows of a tile that
 belong to the next expert are computed and not stored. Empty experts have no tile in the first two
 GEMMs and a gradient of zero in the third. (MegaBlocks, arXiv:2211.15841, sec. 5, solves the same
 with block-sparse matrices.)
@@ -51,7 +51,7 @@ _LEAST_FOR_UNITS = 1 << 23
 
 
 def expert_lanes(count: int) -> int:
-    """Lanes that look for a tile's expert; fewer than a warp's would need binaries of their own."""
+    """Lanes that look for a tile's expert; fewer than a warp's would need separate binaries."""
     return max(next_power_of_2(count), 32)
 
 

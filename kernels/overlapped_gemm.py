@@ -5,7 +5,7 @@ results.
 
     y[source] = x[source] Wᵀ     for this rank's chunk, then those of rank - 1, rank - 2, ...,
                                  the order in which ranks send
-Each tile waits for the flag of its own chunk, and tiles start in the order of arrival: while the
+Each tile waits for the flag of its chunk, and tiles start in the order of arrival: while the
 tiles of one chunk are multiplied, the copy engines receive the next. One launch keeps every
 multiprocessor busy across chunks; with a GEMM per chunk, each chunk would end in a wave that tiles
 do not fill.
@@ -115,7 +115,7 @@ def _all_gather_gemm_kernel(
     tile_m, tile_n = swizzled(tl.program_id(0) % chunk_tiles, tiles_m, tiles_n, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     wait_for(flags_ptr, source, epoch, timeout)
-    # Ordinary loads: the copy engine reads through a proxy of its own, which the acquire of the
+    # Ordinary loads: the copy engine reads through a separate proxy, which the acquire of the
     # flag does not order.
     x_row = x_ptr + source.to(tl.int64) * x_stride + row.to(tl.int64)[:, None] * k
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -36,7 +36,7 @@ ROWS = 16  # that a program of `_sum_parts_kernel` adds up
 LARGEST_CUT_DIM = 128
 COUNTED_KEYS = 64  # of a block, when blocks are counted to choose between blocks and shares
 BLOCKS_PER_PROCESSOR = 3  # fewer, of unequal length, leave processors idle at the end
-LEAST_ENTRIES = 128  # fewer take as long, and would be binaries of their own
+LEAST_ENTRIES = 128  # fewer take as long, and would be separate binaries
 # Of a share: with fewer queries, loading keys and adding up partial sums takes longer.
 LEAST_QUERIES = tl.constexpr(256)
 
@@ -219,7 +219,7 @@ def _keys(
     return k, v, k_at[:, None], k_document[:, None]
 
 
-# Multiples of 16 queries have a binary of their own, which takes fewer registers.
+# Multiples of 16 queries have a separate binary, which takes fewer registers.
 @jit(do_not_specialize=[name for name in COUNTS if name != "num_queries"])
 def _key_value_kernel(
     q_source,

@@ -1,4 +1,4 @@
-"""Attention by cuDNN, through torch's operators: full, or causal over as many keys as queries.
+"""Attention by cuDNN, through torch's operators: full, or causal with one key per query.
 
 The operator caches the graph of a backward by the layouts of q, k and v alone. So out and dout
 always get one layout, because a later call would otherwise run the graph of another layout (pytorch

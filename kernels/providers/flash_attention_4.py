@@ -1,7 +1,7 @@
 """Attention by FlashAttention-4 (`pip install flash-attn-4`): also with windows, soft-cap, sinks.
 
 It aligns its causal mask and its windows at the last query and key, ours are aligned at the first:
-both mean the same for as many keys as queries. Documents are left to Triton: the library takes
+both mean the same where there is one key per query. Documents are left to Triton: the library takes
 their lengths from the host, which does not know them. Zadouri et al. 2026, FlashAttention-4; the
 signatures are those of `flash_attn/cute/interface.py`.
 """

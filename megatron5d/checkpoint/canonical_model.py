@@ -44,7 +44,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
         "moe_layers": sparse,
         "moe_ffn_hidden_size": model.expert_hidden_size,
         "window_layers": None if len(windowed) == model.num_layers else windowed,
-        # layers with a window and a base of their own have no scaled positions
+        # layers with a window and a separate base have no scaled positions
         "window_rope_theta": model.window_rope_theta or (None if scaled else model.rope_theta),
         "latent_norm_eps": model.latent_norm_eps or model.norm_eps,
     }

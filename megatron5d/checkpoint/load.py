@@ -229,7 +229,7 @@ def load_tensors(
     if failed := first_failure("\n  ".join(shown) or None):
         raise Refused("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))
 
-    # a key may be read for itself and as another key's twin, so each gets a dict of its own
+    # a key may be read for itself and as another key's twin, so each gets a separate dict
     direct = {key: tensor for key, tensor in tensors.items() if sources[key] == key}
     twins = {source: tensors[key] for key, source in sources.items() if source and source != key}
     reader.fill([group for group in (direct, twins) if group])

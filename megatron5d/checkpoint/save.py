@@ -251,7 +251,7 @@ class Saver:
 def _check_shared(directory: Path) -> str:
     """Makes the directory, and makes sure that every rank sees the files that rank 0 writes there.
 
-    Otherwise each node would write to a folder of its own, and the one with the manifest, which
+    Otherwise each node would write to a different folder, and the one with the manifest, which
     lists only files of that folder, would look like a complete checkpoint.
 
     Returns:

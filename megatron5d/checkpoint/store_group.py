@@ -29,7 +29,7 @@ class StoreGroup:
 
     A save does not use a process group, for three reasons. A thread that saves in the background
     must not use the groups of the training. A gloo group for saves would make every rank query the
-    store twice for every other rank (5·10⁸ requests for 16,384 ranks) and open as many connections.
+    store twice for every other rank (5·10⁸ requests for 16,384 ranks) and open one connection each.
     And a gather of objects needs the size of the longest message times the number of ranks, under
     NCCL in GPU memory. Here each rank sends its message once and polls for the answer.
 

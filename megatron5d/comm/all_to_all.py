@@ -2,7 +2,7 @@
 
 Shares along dim 0 that differ in size are gathered and reduce-scattered by one all-to-all, and
 recorded as that: it takes uneven shares on every backend, and the terms are added in one fixed
-order. A rank sends as many bytes as in a ring.
+order. A rank sends the same number of bytes as in a ring.
 
 An `Exchange` starts in one phase and ends in a later one. Its gradient travels back in the same
 way.

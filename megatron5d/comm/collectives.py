@@ -59,7 +59,7 @@ class CaptureTracker:
             self._waits = None
 
 
-# one per process, shared by its threads: autograd runs backwards in threads of its own
+# one per process, shared by its threads: autograd runs backwards in separate threads
 CAPTURE = CaptureTracker()
 
 

@@ -162,7 +162,7 @@ def open_channels(
     Returns:
         One entry per link; None if this rank is at neither end.
 
-    Comm: creation of one group (with NCCL, of as many as there are channels between the same two
+    Comm: creation of one group (with NCCL, of one per channel between the same two
         ranks); one element per channel.
     """
     if axis.size == 1 or not links:

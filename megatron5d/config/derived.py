@@ -57,7 +57,7 @@ def matrices(model: ModelConfig) -> list[str]:
     """Matrices that precision.fp8 may multiply in fp8, layer by layer.
 
     Never the embedding, the head and the routers, nor the down-projections of latent attention
-    where tp sums gradients before them: each rank has the gradient of its own heads there, and the
+    where tp sums gradients before them: each rank has the gradient of its heads there, and the
     sum of rounded gradients would depend on tp.
     """
     queries = ["q_down", "q_up"] if model.q_lora_rank is not None else ["q"]

@@ -41,7 +41,7 @@ from megatron5d.config.schema import Config
 ModelFromHF = Callable[[str], Mapping[str, Any]]
 Check = Callable[[Config, int], Sequence[Fault]]
 """(configuration, world) -> faults that only code of higher layers can find."""
-_USAGE = "options are written key=value, each as a word of its own, such as train.gbs=8"
+_USAGE = "options are written key=value, each as a separate word, such as train.gbs=8"
 _FORMS = "${group.key}, ${oc.env:NAME}, ${oc.env:NAME,DEFAULT}, ${now:%Y-%m-%d}, in single quotes"
 _OUTSIDE = ("data", "init", "checkpoint", "log")  # groups on which neither model nor layout depends
 _RESOLVER = re.compile(r"\$\{[^}]*:")  # ${oc.env:NAME}, ${now:%H-%M}

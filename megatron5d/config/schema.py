@@ -240,7 +240,7 @@ class OptimConfig:
     )
     ns_steps: int = positive(5, "muon: steps of the Newton-Schulz iteration")
     muon_per_head: bool = key(
-        False, "muon: treat each head's rows of q, k and v as a matrix of their own"
+        False, "muon: treat each head's rows of q, k and v as a separate matrix"
     )
     muon_exclude: list[str] = key(
         ["*embedding.*", "head.*", "*.router.*"],

@@ -42,7 +42,7 @@ def make_micro_batch(
     The label of a document's last token is the first token of the next document. Its loss counts,
     as in Megatron, unless `eod_mask_loss` is set. A prediction at padding, or of padding, never
     counts. Attention excludes padding: where a token could see it, consecutive padding is a
-    document of its own, and the tokens after it another.
+    separate document, and the tokens after it another.
 
     Args:
         rows: int64 `[b, s+1]`; IGNORED for padding.

@@ -142,7 +142,7 @@ class _ZstdReader(io.RawIOBase):
 UNIT_BYTES = 1 << 20  # of lines or text files in a unit, about
 UNIT_FILES = 256  # text files in a unit, at most
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".xz", ".bz2")
-_MAGIC_BYTES = 10  # that tell how a file is compressed
+_MAGIC_BYTES = 10  # that identify the compression of a file
 JSONL = (".jsonl", ".ndjson", ".jsonlines", ".json")
 PARQUET = (".parquet", ".pq")
 TEXT = (".txt", ".text", ".md")
@@ -315,7 +315,7 @@ def _files_below(folder: Path) -> list[tuple[str, Path]]:
         folders[:] = [name for name in folders if below[name] not in entered]
         trail |= {os.path.join(directory, name): entered | {below[name]} for name in folders}
         files = [Path(directory, name) for name in names]
-        # no pipes; links to nothing are told
+        # No pipes; broken links are kept, for the message.
         paths += [file for file in files if file.is_file() or not file.exists()]
     return sorted((file.relative_to(folder).as_posix(), file) for file in paths)
 

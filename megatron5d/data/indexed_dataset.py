@@ -2,9 +2,9 @@
 each one begins.
 
 Opening a terabyte costs nothing: the index is mapped into memory, and tokens are read where they
-are asked for, so that a file that is cut short under way is an error with its name and not the end
-of the process (SIGBUS). Writing appends to `*.partial` files and renames them at the end, so a file
-named `.idx` is always whole.
+are asked for. A file that is cut short meanwhile gives an error that names it, where a memory map
+would end the process (SIGBUS). Writing appends to `*.partial` files and renames them at the end, so
+a file named `.idx` is always complete.
 """
 
 import os
@@ -170,7 +170,7 @@ class IndexedWriter:
         prefix: path without `.bin` and `.idx`; its folder is made where it does not exist.
         dtype: of the ids; `dtype_for_vocab` is the one that Megatron gives a vocabulary.
         resume_at: (documents, tokens) to keep of an earlier, interrupted writer of the same prefix;
-            None = start anew.
+            None = start from the beginning.
 
     Raises:
         ValueError: the format has no such dtype, or less is on disk than `resume_at` wants to keep.

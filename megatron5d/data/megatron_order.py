@@ -1,7 +1,7 @@
 """The order of Megatron's GPTDataset, exactly: the tokens of sample i, for a seed and a number of
 samples.
 
-The sequences of a dataset (Megatron calls them documents) are repeated for as many epochs as the
+The sequences of a dataset (Megatron calls them documents) are repeated for the epochs that the
 run needs, and shuffled. A sample begins every seq_len tokens of that stream, and the samples are
 shuffled again. No Python loop runs over tokens, documents or samples: an index over 10⁹ tokens
 takes a tenth of a second. The indices are built once per node and mapped by every rank, from files

@@ -114,7 +114,7 @@ class Journal:
             raise ValueError(
                 f"{self.path}: an unfinished run with other inputs or settings wrote "
                 f"{values['documents']} documents; "
-                f"repeat its command to finish it, or --overwrite to begin anew"
+                f"repeat its command to finish it, or --overwrite to start over"
             )
         values["cursor"] = Cursor(**values["cursor"])
         values["written"] = {output: tuple(counts) for output, counts in values["written"].items()}
@@ -143,7 +143,7 @@ def _read(path: Path) -> dict:
     try:
         return parse_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); --overwrite begins anew") from error
+        raise ValueError(f"{path} is damaged ({error}); --overwrite starts over") from error
 
 
 SAVE_EVERY_S = 2.0
@@ -324,7 +324,7 @@ def _write(
     `save_every_s`.
 
     Returns:
-        `progress`, complete; or that of a job to begin anew, with a fraction that draws what
+        `progress`, complete; or that of a job to start over, with a fraction that draws what
         --valid-fraction means.
     """
     writers = [

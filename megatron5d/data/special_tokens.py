@@ -35,11 +35,11 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 def read_object(path: Path) -> dict[str, Any]:
     """Content of a JSON file of settings; {} where there is none. Raises ValueError: it
-    is no JSON object."""
+    is not a JSON object."""
     try:
         return parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON object of settings: {error}") from error
+        raise ValueError(f"{path} is not a JSON object of settings: {error}") from error
 
 
 def _text(token: Any) -> str:

@@ -73,7 +73,7 @@ def even_stages(
     if highest == inf:
         raise ValueError(
             f"the {num_stages} stages of the pipeline (parallel.pp times the chunks of "
-            "pipeline.schedule or parallel.vpp) require at least as many layers (got "
+            "pipeline.schedule or parallel.vpp) require no fewer layers (got "
             f"model.num_layers = {len(costs)}); model.num_layers={num_stages}, or parallel.pp=1"
         )
 

@@ -148,7 +148,7 @@ def tensor_differences(
         truth: global tensors, in the order of the result.
         tolerance: up to which a rank is not listed as off.
         floor: the scale of a tensor is at least this share of the largest tensor's, because a
-            tensor that should vanish has no scale of its own.
+            tensor that should vanish has no scale.
     """
     by_name: dict[str, list[tuple[int, tuple[int, ...], Tensor]]] = {name: [] for name in truth}
     for rank, rectangles in enumerate(by_rank):

@@ -126,7 +126,7 @@ def best(
 
 
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 1 / 6, "dualpipe_v": 1 / 6}  # of 1F1B's, about
-# Share of what 1F1B's first rank would keep with as many layers as the others: it may have fewer.
+# Share of what 1F1B's first rank would keep with the others' number of layers: it may have fewer.
 FIRST = 0.85
 # Lower bounds of the micro-batches on the fullest rank, relative to 1F1B's. A schedule that is
 # searched or read from a file may hold any number.

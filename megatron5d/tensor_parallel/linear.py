@@ -287,8 +287,8 @@ class RowParallelLinear(nn.Module):
         Returns:
             `[s/cp/tp, b, out]` with sp, else `[s/cp, b, out]`.
 
-        Comm: with sp reduce_scatter tp of s/cp·b·out elements / all_gather tp of as many; without
-            sp all_reduce tp / none.
+        Comm: with sp reduce_scatter tp of s/cp·b·out elements / all_gather tp of the same
+            number; without sp all_reduce tp / none.
         """
         if self.tp.size == 1:
             y = local_linear(x, self.weight, defer)

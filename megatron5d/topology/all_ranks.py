@@ -130,7 +130,7 @@ def broadcast_text(source: int, text: str) -> str:
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Gathers a JSON value from each rank of a group, in their order.
 
-    Comm: all_gather of their lengths, and of as many bytes as the longest has.
+    Comm: all_gather of their lengths, and of messages padded to the longest.
     """
     message, device = _encoded(value), _device(group)
     sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(group.size())]

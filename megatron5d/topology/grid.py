@@ -74,7 +74,7 @@ class Sizes:
 
     @property
     def edp_replicate(self) -> int:
-        """HSDP replicas within edp: as many as for dp where that divides edp, otherwise 1."""
+        """HSDP replicas within edp: the number for dp where that divides edp, otherwise 1."""
         return self.dp_replicate if self.edp % self.dp_replicate == 0 else 1
 
 

@@ -202,7 +202,7 @@ class LockFile:
             raise OSError(
                 f"{self.target} belongs to a run that is still going: {owner}. Two runs in one "
                 "folder would overwrite each other's files: stop that one, or give this one a "
-                f"folder of its own ({self.file.name} need not be removed by hand: a dead run is "
+                f"separate folder ({self.file.name} need not be removed by hand: a dead run is "
                 "recognized)"
             )
 

@@ -148,7 +148,7 @@ def build_mesh(
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)
     for name, ranks in shared_groups_of(sizes, rank, shared).items():
         # Always a new group: torch names a group by how many groups this rank has made, so a rank
-        # that shares with none must make as many as the others.
+        # that shares with none must make the same number as the others.
         group = dist.new_group(list(ranks), group_desc=name, **settings)
         group = group if len(ranks) > 1 else None
         axes[name] = Axis(name, ranks, ranks.index(rank), group, recorder)

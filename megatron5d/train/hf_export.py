@@ -54,7 +54,7 @@ class HfExport:
         return hf_entries(self.model, family) + mtp_copies(self.model)
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:
-        """Writes this rank's share of the weights, about as many bytes as every other rank's. No
+        """Writes this rank's share of the weights, about the same number of bytes on each rank. No
         communication.
 
         Returns:
@@ -205,7 +205,7 @@ def agree_on_export(config: Config, notify: Notify) -> HfExport:
 
 
 def _with_trained_length(config: Config, notify: Notify) -> ModelConfig:
-    """The architecture with at least as many positions as training used: servers truncate beyond
+    """The architecture with no fewer positions than training used: servers truncate beyond
     max_position_embeddings."""
     model, seq_len = config.model, config.train.seq_len
     if model.position != "rope" or seq_len <= model.max_positions:

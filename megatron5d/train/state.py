@@ -316,7 +316,7 @@ def checkpoint_faults(config: Config, world: int) -> list[Fault]:
 
 
 def _may_resume(config: Config) -> bool:
-    """Whether the run may continue from a checkpoint of its own, so that `init` is not read."""
+    """Whether the run may continue from its last checkpoint, so that `init` is not read."""
     folder, resume = config.checkpoint.dir, config.checkpoint.resume
     if resume != "auto":
         return resume != "none"

@@ -324,7 +324,7 @@ def save_folder(
     Args:
         folder: created if it does not exist; must not hold weights.
         tensors: (stored name, tensor) pairs, taken one by one; contiguous or not.
-        max_shard_bytes: size limit of one file; a larger tensor gets a file of its own.
+        max_shard_bytes: size limit of one file; a larger tensor gets a separate file.
 
     Returns:
         Total size of the tensors, in bytes.

@@ -36,7 +36,7 @@ BUCKETS = "buckets"
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)$")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)$")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.([^.]+)\.)?(.+)$")
-# gate or up rows under a name of their own
+# gate or up rows under a separate name
 _HALF = re.compile(r"(linear_fc1\.(?:weight|bias))_([wv])$")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

@@ -129,7 +129,7 @@ def _stacks(model: ModelConfig) -> dict[str, _Stack]:
     TransformerEngine's.
     """
     # Megatron stacks the tensors of all layers if all layers have the same; otherwise each layer
-    # has keys of its own
+    # has separate keys
     stacked = len(moe_layers(model)) in (0, model.num_layers)
     stacks: defaultdict[str, _Stack] = defaultdict(dict)
     for entry in megatron_entries(model):

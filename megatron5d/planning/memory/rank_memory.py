@@ -30,7 +30,7 @@ class Peak:
         messages: of the pipeline, received or being sent.
         units: temporary buffers of data parallelism: under ZeRO-2 and 3 gathered weights, and
             gradients that are computed or reduced; under ZeRO-1 reduced slices.
-        workspace: temporary tensors of the running phase, and gradients on their way through the
+        workspace: temporary tensors of the running phase, and gradients in transit through the
             stage.
         action: the running action, if any.
         in_flight: number of (stage, micro-batch) with live activations.

@@ -271,7 +271,7 @@ def prediction(config: Config, program: Program, result: SearchResult | None) ->
         faster = 100 * (makespan / simulated.makespan - 1)
         text += f", {faster:.1f} % faster than {name}, the best named schedule that fits"
     if not find_spec("numba"):
-        text += "; without numba, which would try a hundred times as many"
+        text += "; without numba, which would try a hundred times more"
     return text
 
 

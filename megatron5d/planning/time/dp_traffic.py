@@ -302,7 +302,7 @@ class Round:
     Args:
         shard: ranks that share a local parameter.
         cut: ranks that each have a part of the matrix.
-        matrices: at most as many as there are ranks.
+        matrices: no more than there are ranks.
     """
 
     shard: Axis

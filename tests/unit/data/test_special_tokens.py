@@ -108,7 +108,7 @@ def test_every_file_that_names_the_tokens_is_asked_before_usual_names(folder, fi
             {"generation_config": {"eos_token_id": 5000}},
             "generation_config.json: eos_token_id 5000 is not in",
         ),
-        ({"tokenizer_config": []}, "tokenizer_config.json is no JSON object"),
+        ({"tokenizer_config": []}, "tokenizer_config.json is not a JSON object"),
         (
             {"tokenizer_config": {"added_tokens_decoder": {"x": "a"}}},
             "tokenizer_config.json: tokens and ids of added",
