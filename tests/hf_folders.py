@@ -17,6 +17,12 @@ TINY = {
     "vocab_size": 61,
     "max_position_embeddings": 128,
 }
+QWEN3 = TINY | {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "vocab_size": 61}
 DEEPSEEK_EXPERTS = {
     "moe_intermediate_size": 16,

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 import torch
-from hf_folders import random_model, save_config
+from hf_folders import QWEN3, TINY, random_model, save_config
 from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
@@ -20,21 +20,6 @@ from megatron5d.topology.shard_spec import ShardSpec, state_of, unsharded
 
 transformers = pytest.importorskip("transformers")
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
-    "max_position_embeddings": 128,
-}
-QWEN3 = TINY | {
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-}
 FAMILIES = {
     "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4, sliding_window=7),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(

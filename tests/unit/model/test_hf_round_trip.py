@@ -4,7 +4,7 @@ and logits."""
 import numpy as np
 import pytest
 import torch
-from hf_folders import random_model
+from hf_folders import QWEN3, TINY, random_model
 from runs import whole_tensors
 from safetensors.torch import load_file
 
@@ -17,21 +17,6 @@ from megatron5d.topology.axis import Axis
 
 transformers = pytest.importorskip("transformers")
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
-    "max_position_embeddings": 128,
-}
-QWEN3 = TINY | {
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-}
 LATENT = TINY | {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
