@@ -90,7 +90,7 @@ def cudnn_forward(
     query, key, value, bias, with_lse, dropout_p=0.0, causal=False, debug=False, *, scale=None
 ):
     assert bias is None and with_lse and not dropout_p and not debug
-    assert all(x.stride(-1) == 1 for x in (query, key, value)), "cuDNN reads neighbours in memory"
+    assert all(x.stride(-1) == 1 for x in (query, key, value)), "cuDNN reads neighbors in memory"
     count("cudnn forward")
     out, lse = attend(query, key, value, scale=scale, causal=causal)
     layout = torch.empty_like(query) if out.shape == query.shape else torch.empty_like(out)

@@ -161,9 +161,10 @@ def read_ranks(path: Path) -> Ranks:
     replaces the published one and nothing else; the special tokens that the files beside it add go
     before the published ones.
 
-    Raises ValueError: a line is not a base64 token and a rank (names the line), two tokens have the
-    same rank, a single byte is not a token, or the vocabulary is none of PUBLISHED and no pattern
-    is given.
+    Raises:
+        ValueError: a line is not a base64 token and a rank (names the line), two tokens have the
+            same rank, a single byte is not a token, or the vocabulary is none of PUBLISHED and no
+            pattern is given.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -251,8 +252,11 @@ TEKKEN_SPECIAL = [
 
 def read_tekken(path: Path, content: dict[str, Any]) -> Ranks:
     """Reads a tekken.json: special tokens have the first ids, the rank r has id r + number of
-    special tokens. Raises
-    ValueError: something is missing or of the wrong kind."""
+    special tokens.
+
+    Raises:
+        ValueError: something is missing or of the wrong kind.
+    """
     try:
         config, listed = content["config"], content.get("special_tokens")
         num_special, size = (
@@ -329,8 +333,8 @@ def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
     Text is split as the folder's `tokenizer_class` does, GPT-2's or Qwen2's; where none is named,
     the number of tokens says whether it is Qwen's.
 
-    Raises ValueError: a file is damaged, the class is another, or an added token cannot have its
-    id.
+    Raises:
+        ValueError: a file is damaged, the class is another, or an added token cannot have its id.
     """
     from tokenizers import AddedToken, models
 

@@ -2,7 +2,7 @@
 one fixed order.
 
 A unit is cheap to make and expensive to process: raw lines, names of text files, or the number of a
-row group. One process makes units, and many parse and tokenise them. Each unit has the position
+row group. One process makes units, and many parse and tokenize them. Each unit has the position
 behind it, where a run can resume: files, plain or compressed, are read in pieces of whole lines
 from any offset in their content (`open_stream`).
 """
@@ -32,8 +32,11 @@ class LineStream:
         self.path, self._disk, self._content = path, disk, content
 
     def read_lines(self, num_bytes: int) -> bytes:
-        """About `num_bytes` of whole lines; b"" at the end. Raises ValueError: the
-        compressed file is damaged or ends early."""
+        """About `num_bytes` of whole lines; b"" at the end.
+
+        Raises:
+            ValueError: the compressed file is damaged or ends early.
+        """
         try:
             return self._content.read(num_bytes) + self._content.readline()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -42,8 +45,11 @@ class LineStream:
             ) from error
 
     def read_all(self) -> bytes:
-        """Rest of the content. Raises ValueError: the compressed file is damaged or
-        ends early."""
+        """Rest of the content.
+
+        Raises:
+            ValueError: the compressed file is damaged or ends early.
+        """
         return b"".join(iter(lambda: self.read_lines(CHUNK), b""))
 
     def disk_position(self) -> int:
@@ -53,7 +59,7 @@ class LineStream:
 
 @contextmanager
 def open_stream(path: Path, offset: int = 0) -> Iterator[LineStream]:
-    """Opens a file; one that is compressed (gzip, zstd, xz, bzip2) is recognised by its first
+    """Opens a file; one that is compressed (gzip, zstd, xz, bzip2) is recognized by its first
     bytes.
 
     Args:
@@ -184,9 +190,11 @@ class Unit:
 
 
 def kind_of(path: Path) -> str:
-    """Returns "jsonl", "parquet" or "text", by the file's name; where that says neither of the
-    first two, by its lines. Raises ValueError: it is a table, an array or an archive that is not
-    read here."""
+    """Kind of a file by its name: "jsonl" or "parquet"; else by its lines: "jsonl" or "text".
+
+    Raises:
+        ValueError: it is a table, an array or an archive that is not read here.
+    """
     name = _plain_name(path.name)
     with path.open("rb") as file:
         magic = file.read(4)
@@ -420,7 +428,11 @@ def _row_groups(path: Path, at: Cursor, done_before: int, size: int) -> Iterator
 
 def open_parquet(path: Path):
     """Opens a parquet file as a `pyarrow.parquet.ParquetFile`, which checks the checksum of each
-    page that has one. Raises ValueError: it is no parquet file, or pyarrow is not installed."""
+    page that has one.
+
+    Raises:
+        ValueError: it is no parquet file, or pyarrow is not installed.
+    """
     try:
         import pyarrow
         import pyarrow.parquet

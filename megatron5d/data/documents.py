@@ -191,7 +191,7 @@ UNITS_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class Recipe:
-    """How documents are tokenised."""
+    """How documents are tokenized."""
 
     tokenizer: str  # file or folder
     eod: str | int | None = None  # end-of-document token; None = the tokenizer's own
@@ -212,7 +212,7 @@ class Tokenized:
 
 
 def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
-    """Tokenises the documents of one unit."""
+    """Tokenizes the documents of one unit."""
     tokenizer = _tokenizer(recipe.tokenizer, recipe.eod, recipe.bos)
     begin = [tokenizer.bos] if recipe.prepend_bos and tokenizer.bos is not None else []
     end = [tokenizer.eod] if recipe.append_eod and tokenizer.eod is not None else []
@@ -237,7 +237,7 @@ def tokenize_unit(unit: Unit, recipe: Recipe) -> Tokenized:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, eod: str | int | None, bos: str | int | None) -> Tokenizer:
-    """Tokenizer, loaded once in each process: loading takes longer than tokenising many
+    """Tokenizer, loaded once in each process: loading takes longer than tokenizing many
     units."""
     return load_tokenizer(path, eod, bos)
 
@@ -245,12 +245,16 @@ def _tokenizer(path: str, eod: str | int | None, bos: str | int | None) -> Token
 def ordered_map(
     todo: Iterable[Unit], recipe: Recipe, workers: int
 ) -> Iterator[tuple[Unit, Tokenized]]:
-    """Tokenises units on several processes and yields the results in the order of the units.
+    """Tokenizes units on several processes and yields the results in the order of the units.
 
     The processes are spawned, not forked: they inherit no threads, locks or open files of the
     caller, and importing what they need takes a third of a second.
 
-    Yields (unit, its tokens). Raises ValueError: a process died, or a file is broken.
+    Yields:
+        (unit, its tokens).
+
+    Raises:
+        ValueError: a process died, or a file is broken.
     """
     if workers <= 1:
         for unit in todo:
@@ -275,7 +279,7 @@ def ordered_map(
             yield unit, future.result()
     except BrokenProcessPool as error:
         raise ValueError(
-            "a tokenising process died (killed, or out of memory: try fewer --workers); the same "
+            "a tokenizing process died (killed, or out of memory: try fewer --workers); the same "
             "command continues"
         ) from error
     finally:

@@ -93,8 +93,11 @@ def map_index(path: Path) -> Index:
     """Maps an `.idx` file and checks only its header and size, which takes no time however long the
     index is.
 
-    Returns the index; the numbers after the header are not checked. Raises ValueError: the file is
-    missing, truncated or foreign; names the file and the byte.
+    Returns:
+        The index; the numbers after the header are not checked.
+
+    Raises:
+        ValueError: the file is missing, truncated or foreign; names the file and the byte.
     """
     if not path.is_file():
         raise ValueError(

@@ -90,8 +90,12 @@ class IndexedDataset:
         )
 
     def document_start(self, i: int) -> int:
-        """Where document `i` begins in the concatenated stream, in tokens; `i` =
-        num_documents gives the end. Raises ValueError: the index is damaged."""
+        """Where document `i` begins in the concatenated stream, in tokens; `i` = num_documents
+        gives the end.
+
+        Raises:
+            ValueError: the index is damaged.
+        """
         first = int(self.index.document_indices[i])
         if not 0 <= first <= self.num_sequences:
             raise ValueError(
@@ -103,9 +107,12 @@ class IndexedDataset:
     def document(self, i: int) -> np.ndarray:
         """Ids of document `i`.
 
-        Returns `[tokens]` in the file's dtype, read-only. Raises IndexError: there is no such
-        document. Raises
-        ValueError: the file has become shorter since it was opened.
+        Returns:
+            `[tokens]` in the file's dtype, read-only.
+
+        Raises:
+            IndexError: there is no such document.
+            ValueError: the file has become shorter since it was opened.
         """
         if not 0 <= i < self.num_documents:
             raise IndexError(f"{self.prefix}: document {i} of {self.num_documents}")
@@ -115,9 +122,12 @@ class IndexedDataset:
     def tokens(self, start: int, count: int) -> np.ndarray:
         """Stretch of the concatenated documents.
 
-        Returns `[count]` in the file's dtype, read-only. Raises IndexError: the stretch leaves the
-        file. Raises
-        ValueError: the file has become shorter since it was opened.
+        Returns:
+            `[count]` in the file's dtype, read-only.
+
+        Raises:
+            IndexError: the stretch leaves the file.
+            ValueError: the file has become shorter since it was opened.
         """
         if start < 0 or count < 0 or start + count > self.num_tokens:
             raise IndexError(
@@ -135,7 +145,11 @@ class IndexedDataset:
 
     def check_index(self) -> None:
         """Reads nothing; to be called before the mapped index is read, of which pages that are gone
-        end the process. Raises ValueError: the `.idx` has become shorter since it was opened."""
+        end the process.
+
+        Raises:
+            ValueError: the `.idx` has become shorter since it was opened.
+        """
         if (size := self.idx_path.stat().st_size) < self._idx_bytes:
             raise file_error(
                 self.idx_path,
@@ -276,8 +290,11 @@ class IndexedWriter:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Takes a file lock, which ends with this process. Raises ValueError: another process is
-    writing the file."""
+    """Takes a file lock, which ends with this process.
+
+    Raises:
+        ValueError: another process is writing the file.
+    """
     try:
         import fcntl
 

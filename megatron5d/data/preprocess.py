@@ -1,14 +1,14 @@
 """Makes Megatron token files from a corpus of texts, with many processes; can be killed and resumed
 at any moment.
 
-One process reads units and writes tokens in the order of the units; the others parse and tokenise.
+One process reads units and writes tokens in the order of the units; the others parse and tokenize.
 Every few seconds everything written is flushed to disk and a journal records the position in the
 corpus. A run that was killed continues from there and ends with the same bytes as an uninterrupted
 one.
 
 When it is done, a summary takes the journal's place. Both contain a fingerprint of the inputs and
 settings. Only a run with the same fingerprint continues where another has stopped, and a finished
-job is recognised instead of repeated.
+job is recognized instead of repeated.
 """
 
 import dataclasses
@@ -78,8 +78,11 @@ class Journal:
                 with_suffix(output, suffix).unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """Summary if this job is done and its token files are whole, else None. Raises
-        ValueError: another job has written its output here."""
+        """Summary if this job is done and its token files are whole, else None.
+
+        Raises:
+            ValueError: another job has written its output here.
+        """
         if self.path.exists():
             return None
         summary = _read(self.summary_path) if self.summary_path.exists() else {}
@@ -104,9 +107,11 @@ class Journal:
         return summary
 
     def resume(self) -> Progress:
-        """Progress of this job: what the journal says, or nothing done where there is
-        no journal. Raises
-        ValueError: an unfinished run of another job is at the prefix."""
+        """Progress of this job: what the journal says, or nothing done where there is no journal.
+
+        Raises:
+            ValueError: an unfinished run of another job is at the prefix.
+        """
         if not self.path.exists():
             return Progress(self.fingerprint)
         values = _read(self.path)
@@ -139,7 +144,11 @@ class Journal:
 
 
 def _read(path: Path) -> dict:
-    """Content of a journal or summary. Raises ValueError: it is damaged."""
+    """Content of a journal or summary.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
         return parse_json(path.read_bytes())
     except ValueError as error:
@@ -226,7 +235,7 @@ def preprocess(
     """Writes the token files of a job, or continues an earlier run of it.
 
     Args:
-        workers: processes that tokenise; 1 = only this one.
+        workers: processes that tokenize; 1 = only this one.
         reporting: functions to call meanwhile.
         overwrite: discard what is at the prefix, finished or not.
         save_every_s: seconds between two flushes.
@@ -320,7 +329,7 @@ def _write(
     reporting: Reporting,
     save_every_s: float,
 ) -> Progress:
-    """Tokenises the rest of the corpus into partial files, and saves the journal every
+    """Tokenizes the rest of the corpus into partial files, and saves the journal every
     `save_every_s`.
 
     Returns:
@@ -408,7 +417,8 @@ def better_fraction(documents: int, fraction: float) -> float | None:
     may be far from the share: none of the first 220 is drawn by 0.01. A corpus so small is gone
     through once more.
 
-    Returns A fraction; None where no better one is needed, or there are no two documents.
+    Returns:
+        A fraction; None where no better one is needed, or there are no two documents.
     """
     num_valid = min(max(1, round(fraction * documents)), documents - 1)
     if not fraction or documents < 2 or documents > NEVER_UNLUCKY / fraction:

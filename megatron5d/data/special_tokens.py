@@ -34,8 +34,11 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Content of a JSON file of settings; {} where there is none. Raises ValueError: it
-    is not a JSON object."""
+    """Content of a JSON file of settings; {} where there is none.
+
+    Raises:
+        ValueError: it is not a JSON object.
+    """
     try:
         return parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
@@ -68,8 +71,12 @@ class FilesBeside:
         return tokens | legacy if "added_tokens_decoder" in self.config else legacy | tokens
 
     def added(self) -> dict[str, int]:
-        """Tokens with their ids that tokenizer_config.json and added_tokens.json add to
-        the vocabulary. Raises ValueError: an id is no number."""
+        """Tokens with their ids that tokenizer_config.json and added_tokens.json add to the
+        vocabulary.
+
+        Raises:
+            ValueError: an id is no number.
+        """
         file = self.path.with_name("added_tokens.json")
         try:
             tokens = {str(token): int(i) for token, i in read_object(file).items()}
@@ -124,8 +131,11 @@ def special_names(known: Iterable[str], beside: FilesBeside) -> set[str]:
 
 
 def asked_for(path: Path, requested: str | int, known: Mapping[str, int], what: str) -> int:
-    """Id of the token that a user names. Raises ValueError: it is not in the
-    vocabulary."""
+    """Id of the token that a user names.
+
+    Raises:
+        ValueError: it is not in the vocabulary.
+    """
     try:
         number = int(requested)  # digits are an id, even if they are a token as well
     except ValueError:

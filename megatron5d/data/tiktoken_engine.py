@@ -34,7 +34,8 @@ class TiktokenEngine:
     it is checked here. Which characters are letters, numbers or blanks is asked of both engines for
     each character when a text first holds it.
 
-    Raises ValueError: the ids may differ, or tiktoken is not installed; says why.
+    Raises:
+        ValueError: the ids may differ, or tiktoken is not installed; says why.
     """
 
     def __init__(self, model: Any) -> None:

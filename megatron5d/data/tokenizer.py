@@ -84,7 +84,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod: Asked = None, bos: Asked =
     Args:
         path: a sentencepiece `.model`, a Hugging Face `tokenizer.json`, a tiktoken file of base64
             ranks, a `tekken.json`, a `vocab.json` with its `merges.txt`, or a folder with one of
-            them. The kind is recognised by content, since Llama 3's tiktoken file is
+            them. The kind is recognized by content, since Llama 3's tiktoken file is
             `tokenizer.model`.
         eod: token or id that ends a document; None = the one that the file or one beside it names,
             or a usual name.
@@ -337,7 +337,7 @@ def _sentencepiece_model(path: Path, content: bytes) -> Any:
 
 
 def _never_read(model: bytes, piece: str) -> bytes:
-    """Serialised sentencepiece model in which a piece that was USER_DEFINED is a CONTROL
+    """Serialized sentencepiece model in which a piece that was USER_DEFINED is a CONTROL
     symbol.
 
     The first kind is found in text, the second never. A message of a piece is: 1, its length and

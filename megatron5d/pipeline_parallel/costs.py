@@ -10,7 +10,7 @@ from megatron5d.pipeline_parallel.program import Placement
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Times and memory of every stage, modelled or measured, in any one unit of time."""
+    """Times and memory of every stage, modeled or measured, in any one unit of time."""
 
     compute: np.ndarray  # `[len(OPS), num_stages]` compute time of each op on each stage
     # `[len(OPS), num_stages]` time of an op's all-to-all, which only an overlapped partner can hide

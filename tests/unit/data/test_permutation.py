@@ -38,7 +38,7 @@ def test_all_orders_of_four_are_equally_frequent():
     assert chi_squared < 49.7
 
 
-def test_neighbours_are_scattered_and_keys_are_unrelated():
+def test_neighbors_are_scattered_and_keys_are_unrelated():
     n = 5000
     a, b = (np.array([Permutation(n, hash_key(key))(x) for x in range(0, n, 10)]) for key in (1, 2))
     identity = np.arange(0, n, 10)

@@ -46,7 +46,7 @@ MODEL = ModelConfig(vocab_size=97, num_kv_heads=2, hidden_size=32, ffn_hidden_si
     "parallel", [{"tp": 2, "sp": True, "zero": 3}, {"pp": 2}], ids=["tp2-dp2", "pp2-dp2"]
 )
 def test_the_slow_rank_is_named_and_not_those_that_wait_for_it(tmp_path, capfd, parallel):
-    """Neither its neighbours on tp nor the other stages, though their steps take as long.
+    """Neither its neighbors on tp nor the other stages, though their steps take as long.
     Evaluations do not count."""
     corpus = write_corpus(tmp_path / "toy", vocab_size=97)
     config = Config(
@@ -217,7 +217,7 @@ def test_a_process_that_is_stopped_is_named_and_not_those_that_wait_for_it(
     assert re.findall(r"rank (\d) \(.* for step (\d)", named) == [(str(SLOW), "4")]
 
 
-def test_fused_gemms_wait_for_their_neighbours_unseen(judge, judged):
+def test_fused_gemms_wait_for_their_neighbors_unseen(judge, judged):
     judge._run.config = Config(parallel=ParallelConfig(tp=2, sp=True, tp_overlap="fused"))
     messages = [judged(*UNEVEN)[1] for _ in range(RECORDS)]
     assert messages[-1][0].endswith(
