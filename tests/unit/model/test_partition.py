@@ -71,7 +71,7 @@ def test_even_stages_is_the_best_split(costs, num_stages, first, last):
     if merits:
         assert merit(even_stages(costs, num_stages, first, last)) == min(merits)
     else:
-        with pytest.raises(ValueError, match="require at least as many layers"):
+        with pytest.raises(ValueError, match="require no fewer layers"):
             even_stages(costs, num_stages, first, last)
 
 
