@@ -24,13 +24,14 @@ from megatron5d.config.errors import REFUSED, ConfigError, Fault, Refused, refus
 from megatron5d.config.load import Check, answer_help, leave_model_legal, load_config
 from megatron5d.config.schema import Config
 from megatron5d.pipeline_parallel.registry import schedule_faults
-from megatron5d.planning.planned_config import model_from_hf
+from megatron5d.planning.planned_config import MODEL_READERS
 from megatron5d.topology.launcher import (
     Environment,
     is_first_on_node,
     rank_0_listens,
     read_environment,
 )
+from megatron5d.train.preflight.log_folder import log_folder_faults
 from megatron5d.train.preflight.resume import architecture_faults
 
 if TYPE_CHECKING:
@@ -79,9 +80,9 @@ def _load(argv: Sequence[str], world: int, rank: int = 0, checks: Sequence[Check
         argv,
         world=world,
         rank=rank,
-        model_from_hf=model_from_hf,
+        model_readers=MODEL_READERS,
         options=[schedule_faults],
-        checks=[architecture_faults, *checks],
+        checks=[architecture_faults, log_folder_faults, *checks],
     )
 
 

@@ -7,7 +7,10 @@ from megatron5d.config.derived import moe_layers, window_of
 from megatron5d.config.schema import ModelConfig
 
 # names and initialization change no trained model; moe_layers says what these two say of layers
-_NO_EFFECT = ("name", "from_hf", "init_std", "init_scale_output", "first_k_dense", "moe_interval")
+_NO_EFFECT = (
+    *("name", "from_hf", "from_checkpoint", "init_std", "init_scale_output"),
+    *("first_k_dense", "moe_interval"),
+)
 _ROTARY = (
     *("rope_theta", "window_rope_theta", "rope_interleaved", "rope_scaling", "rotary_percent"),
 )

@@ -36,11 +36,16 @@ from megatron5d.config.convert import (
 )
 from megatron5d.config.default_files import CONF
 from megatron5d.config.errors import ConfigError, Fault, alternatives, closest
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import IN_LOG_DIR, Config
 
-ModelFromHF = Callable[[str], Mapping[str, Any]]
+ModelReader = Callable[[str], Mapping[str, Any]]
+"""folder -> fields of ModelConfig"""
 Check = Callable[[Config, int], Sequence[Fault]]
 """(configuration, world) -> faults that only code of higher layers can find."""
+_DESCRIBED_BY = {
+    "from_hf": "config.json describes a model of a supported family",
+    "from_checkpoint": "step-*/run.json, or DIR/run.json, was written by a run or a conversion",
+}
 _USAGE = "options are written key=value, each as a separate word, such as train.gbs=8"
 _FORMS = "${group.key}, ${oc.env:NAME}, ${oc.env:NAME,DEFAULT}, ${now:%Y-%m-%d}, in single quotes"
 _OUTSIDE = ("data", "init", "checkpoint", "log")  # groups on which neither model nor layout depends
@@ -56,7 +61,7 @@ def load_config(
     *,
     world: int | None = None,
     rank: int = 0,
-    model_from_hf: ModelFromHF | None = None,
+    model_readers: Mapping[str, ModelReader] | None = None,
     options: Sequence[Check] = (),
     checks: Sequence[Check] = (),
     files: bool = True,
@@ -67,8 +72,7 @@ def load_config(
         argv: overrides and flags, without the program's name.
         world: number of ranks, for the checks; None = skip all checks.
         rank: of this process; only rank 0 prints the text of `--help` and `--cfg`.
-        model_from_hf: reads a Hugging Face folder's config.json into fields of ModelConfig, for
-            `model.from_hf`.
+        model_readers: for `from_hf` and `from_checkpoint` of the groups model and init.
         options: checks of single values, such as whether a named schedule exists.
         checks: checks of model and layout together, each made only if these have no other fault.
         files: False: skip checks of files, as for a run that is only planned.
@@ -83,7 +87,7 @@ def load_config(
         _leave(help_text(folders), rank)
     overrides = _Overrides(arguments, folders)
     data = overrides.compose()
-    overrides.read_model(data, model_from_hf)
+    overrides.read_model(data, model_readers or {})
     config = convert(data, overrides.faults)
     faults = list(overrides.faults)
     if arguments.show == "cfg" and not faults:
@@ -187,6 +191,11 @@ class _Overrides:
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
                 composed = compose(self.name, [*self.accepted, f"hydra.searchpath=[{search}]"])
+            # here already, because other keys may refer to these
+            for key, name in IN_LOG_DIR.items():
+                if OmegaConf.select(composed, key) == "auto":
+                    path = f"${{log.dir}}/{name}" if OmegaConf.select(composed, "log.dir") else None
+                    OmegaConf.update(composed, key, path)
             raw = OmegaConf.to_container(composed)
             self.uses_resolvers = self.uses_resolvers or bool(_RESOLVER.search(str(raw)))
             data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -211,31 +220,39 @@ class _Overrides:
         """Rejects texts that would name a folder called ~, $NAME or None."""
         for key in leaves():
             value, written = _get(data, key), _get(raw, key)
-            texts = value if isinstance(value, list) else [value]
+            texts = written if isinstance(written, list) else [written]
             expanded = [_expanded(text) if isinstance(text, str) else text for text in texts]
             if expanded != texts:
                 fix = f"{key}={spelled(expanded) if isinstance(value, list) else expanded[0]}"
-                reason = f"{key}={spelled(value)}: the shell did not expand ~ or $NAME"
+                reason = f"{key}={spelled(written)}: the shell did not expand ~ or $NAME"
                 self._fault("home", key, reason, shlex.quote(fix))
             for inner in re.findall(r"\$\{([\w.]+)\}", written) if isinstance(written, str) else ():
                 if inner in leaves() and _get(data, inner) is None and written != f"${{{inner}}}":
                     reason = f"{key}={written} requires {inner} (got null)"
                     self._fault("null-in-text", key, reason, f"{inner}=NAME")
 
-    def read_model(self, data: dict[str, Any], model_from_hf: ModelFromHF | None) -> None:
-        """Fills `model` from the folder of model.from_hf; values on the command line stay."""
+    def read_model(self, data: dict[str, Any], readers: Mapping[str, ModelReader]) -> None:
+        """Fills `model` from the folder that describes it; values on the command line stay."""
+        source = self._model_source(data, readers)
         model = data.get("model")
-        folder = model.get("from_hf") if isinstance(model, dict) else None
-        if not isinstance(model, dict) or not isinstance(folder, str):
+        if source is None or not isinstance(model, dict):
             return
-        assert model_from_hf is not None, "load_config needs model_from_hf to read model.from_hf"
+        key, folder = source
+        name = key.partition(".")[2]
         try:
-            fields = dict(model_from_hf(folder))
+            fields = dict(readers[name](folder))
         except (ValueError, OSError) as error:
-            fix = "model.from_hf=DIR where DIR/config.json describes a model of a supported family"
-            knobs, reason = ("model", "model.from_hf"), f"model.from_hf={folder}: {error}"
-            self.faults.append(Fault("model-from-hf", knobs, reason, fix, True))
+            self.faults.append(
+                Fault(
+                    f"{key.replace('.', '-').replace('_', '-')}",
+                    ("model", key),
+                    f"{key}={folder}: {error}",
+                    f"{key}=DIR where DIR/{_DESCRIBED_BY[name]}",
+                    True,
+                )
+            )
             return
+        fields |= dict.fromkeys(_DESCRIBED_BY) | {name: folder}
         explicit = {
             key: _get(data, key)
             for key in self.explicit
@@ -244,6 +261,21 @@ class _Overrides:
         model.update(fields)
         for key, value in explicit.items():
             _put(data, key, value)
+
+    def _model_source(
+        self, data: dict[str, Any], readers: Mapping[str, ModelReader]
+    ) -> tuple[str, str] | None:
+        """Key and value that name the folder of the architecture.
+
+        Without any choice of a model, the folder of the initial weights also describes it.
+        """
+        chosen = any(text.startswith(("model=", "experiment=")) for text in self.accepted)
+        for group in ("model", *([] if chosen or self.name != "pretrain" else ["init"])):
+            for name in readers:
+                folder = _get(data, f"{group}.{name}")
+                if isinstance(folder, str):
+                    return f"{group}.{name}", folder
+        return None
 
     def is_doubtful(self, knob: str) -> bool:
         """Whether a key may have its value only because of a fault, so that no check reads it."""

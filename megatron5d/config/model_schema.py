@@ -41,6 +41,9 @@ class ModelConfig:
     from_hf: str | None = key(
         None, "folder whose config.json gives the architecture; keys on the command line win"
     )
+    from_checkpoint: str | None = key(
+        None, "checkpoint, or folder of checkpoints, whose run.json gives the architecture"
+    )
     # shapes
     num_layers: int = positive(2, "transformer blocks")
     hidden_size: int = positive(64, "features of the residual stream")

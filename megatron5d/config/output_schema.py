@@ -9,7 +9,9 @@ from megatron5d.config.key import group, key, positive
 class CheckpointConfig:
     """When the run is saved, and what it starts from."""
 
-    dir: str | None = key(None, "folder of the checkpoints; null = none are written")
+    dir: str | None = key(
+        "auto", "folder of the checkpoints; auto = log.dir/checkpoints; null = none are written"
+    )
     every: int = key(0, "steps between checkpoints; 0 = only at the end and on a signal")
     keep: str = key(
         "2",
@@ -53,9 +55,14 @@ class LogConfig:
     """What is logged, and where it is written."""
 
     dir: str | None = key(
-        None, "the run directory (config.yaml, W&B files); null = nothing is written"
+        None,
+        "the run directory: configuration, code, records, checkpoints, W&B files; "
+        "null = nothing is written",
     )
-    jsonl: str | None = key(None, "file with one JSON object per step; null = none")
+    jsonl: str | None = key(
+        "auto",
+        "file with one JSON object per step; auto = metrics.jsonl in log.dir; null = none",
+    )
     wandb: WandbConfig = group(WandbConfig)
     tensorboard: str | None = key(
         None, "folder for TensorBoard's event files (pip install tensorboard); null = none"

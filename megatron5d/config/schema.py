@@ -6,7 +6,8 @@ Each key has its name, type, default, unit, range and help here and nowhere else
 code gets these objects and never a Hydra node.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from megatron5d.config.key import group, key, positive
 from megatron5d.config.model_schema import ModelConfig
@@ -16,6 +17,7 @@ from megatron5d.config.output_schema import WandbConfig as WandbConfig
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # by precision.dtype
 PROVIDERS = ("auto", "triton", "torch")
+IN_LOG_DIR = {"checkpoint.dir": "checkpoints", "log.jsonl": "metrics.jsonl"}  # where auto
 
 
 @dataclass(frozen=True)
@@ -458,7 +460,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One whole run."""
+    """One whole run. A path that is `auto` becomes one in log.dir, or null without log.dir."""
 
     model: ModelConfig = group(ModelConfig)
     init: InitConfig = group(InitConfig)
@@ -473,3 +475,11 @@ class Config:
     data: DataConfig = group(DataConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     log: LogConfig = group(LogConfig)
+
+    def __post_init__(self) -> None:
+        for path, name in IN_LOG_DIR.items():
+            group, field = path.split(".")
+            settings = getattr(self, group)
+            if getattr(settings, field) == "auto":
+                value = self.log.dir and os.path.join(self.log.dir, name)
+                object.__setattr__(self, group, replace(settings, **{field: value}))

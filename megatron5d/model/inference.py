@@ -55,7 +55,9 @@ class Source:
             config = saved_config(self.folder)
         tokenizer = token_source(config)
         config = Config(
-            model=replace(config.model, from_hf=None, num_mtp_layers=0),  # MTP is for training
+            model=replace(
+                config.model, from_hf=None, from_checkpoint=None, num_mtp_layers=0
+            ),  # MTP is for training
             moe=replace(config.moe, capacity_factor=None),
             data=replace(config.data, tokenizer=None if tokenizer is None else str(tokenizer)),
             parallel=ParallelConfig(tp=tp, sp=sp and tp > 1),

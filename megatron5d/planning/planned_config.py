@@ -6,8 +6,10 @@ An invalid one is rejected without torch, whose import takes seconds, wherever t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import Fault
 from megatron5d.config.load import load_config
 from megatron5d.config.schema import Config
@@ -30,7 +32,7 @@ def planned_config(overrides: Sequence[str], world: int, files: bool = False) ->
     return load_config(
         overrides,
         world=world,
-        model_from_hf=model_from_hf,
+        model_readers=MODEL_READERS,
         options=[schedule_faults],
         checks=[_pipeline_faults],
         files=files,
@@ -48,7 +50,7 @@ def unplanned_config(overrides: Sequence[str], world: int) -> Config:
         ValueError: the number of ranks is below 1.
     """
     _check_world(world)
-    return load_config(overrides, model_from_hf=model_from_hf)
+    return load_config(overrides, model_readers=MODEL_READERS)
 
 
 def _check_world(world: int) -> None:
@@ -61,6 +63,20 @@ def model_from_hf(folder: str) -> Mapping[str, Any]:
     from megatron5d.checkpoint.hf.import_config import model_config_from_hf
 
     return model_config_from_hf(folder)
+
+
+def model_from_checkpoint(folder: str) -> Mapping[str, Any]:
+    """Fields of ModelConfig from the run.json of a checkpoint, or the newest of a folder."""
+    from megatron5d.checkpoint.folder import RUN_FILE, newest_checkpoint, saved_config
+
+    path = Path(folder)
+    checkpoint = path if (path / RUN_FILE).is_file() else newest_checkpoint(path)
+    if checkpoint is None:
+        raise ValueError("it is not a checkpoint, nor a folder with a complete one")
+    return to_dict(saved_config(checkpoint).model)
+
+
+MODEL_READERS = {"from_hf": model_from_hf, "from_checkpoint": model_from_checkpoint}
 
 
 def _pipeline_faults(config: Config, world: int) -> Sequence[Fault]:

@@ -37,6 +37,7 @@ from megatron5d.train.monitoring.report import Prediction, Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
 from megatron5d.train.preflight.warnings import (
+    as_released,
     epochs,
     repeated_validation,
     small_vocabulary,
@@ -47,7 +48,14 @@ from megatron5d.train.signals import REQUEUE, StopFlag
 from megatron5d.train.state import Progress, run_record, run_tensors
 from megatron5d.train.step import StepResult
 
-DATA_NOTES = (epochs, unmarked_documents, small_vocabulary, repeated_validation, without_targets)
+DATA_NOTES = (
+    as_released,
+    epochs,
+    unmarked_documents,
+    small_vocabulary,
+    repeated_validation,
+    without_targets,
+)
 
 
 @dataclass

@@ -372,7 +372,10 @@ def load_weights_of_run(
 
     irrelevant = tuple(
         f"model.{key} "
-        for key in ("name", "from_hf", "init_std", "init_scale_output", "max_positions")
+        for key in (
+            *("name", "from_hf", "from_checkpoint", "init_std"),
+            *("init_scale_output", "max_positions"),
+        )
     )
     notes = [f"{line} in {source}" for line in changed if not line.startswith(irrelevant)]
     return [f"begins with the weights of {source}: {_forms(sources)}", *new_notes, *notes]

@@ -44,7 +44,11 @@ def test_the_good_tree_is_good(tmp_path):
 
 
 PLANTED = [
-    ("product_is_light", {"tools/plan.py": "x = 1\n" * 134_701}, "the product has 404,1"),
+    (
+        "product_is_light",
+        {"tools/plan.py": "x = 1\n" * (rules.MAX_PRODUCT_TOKENS // 3 + 1)},
+        "the product has",
+    ),
     ("files_are_short", {"tests/test_a.py": "x = 1\n" * 501}, "tests/test_a.py: 501 lines"),
     ("functions_are_short", {"tools/plan.py": function(353)}, "tools/plan.py:2: f has 353 tokens"),
     (

@@ -146,7 +146,7 @@ def test_loss_and_gradient_norm_of_every_step(case, layout, tmp_path):
         "log.progress=false",
         *overrides,
     ]
-    config = load_config(words, world=world, model_from_hf=model_config_from_hf)
+    config = load_config(words, world=world, model_readers={"from_hf": model_config_from_hf})
     assert train_on_ranks(config, world) == [0] * world
     got = [(record["loss"], record["grad_norm"]) for record in records(tmp_path / "log.jsonl")]
     assert len(got) == STEPS and wanted[-1][0] != wanted[0][0]
@@ -188,7 +188,9 @@ def test_padding_as_transformers_leaves_it_out(layout, tmp_path):
         *overrides,
     ]
     assert (
-        train_on_ranks(load_config(words, world=world, model_from_hf=model_config_from_hf), world)
+        train_on_ranks(
+            load_config(words, world=world, model_readers={"from_hf": model_config_from_hf}), world
+        )
         == [0] * world
     )
     (record,) = records(tmp_path / "log.jsonl")

@@ -130,7 +130,7 @@ def test_losses_and_gradient_norm_of_every_step(case, layout, tmp_path):
         *router,
         *overrides,
     ]
-    config = load_config(words, world=world, model_from_hf=model_config_from_hf)
+    config = load_config(words, world=world, model_readers={"from_hf": model_config_from_hf})
     assert train_on_ranks(config, world) == [0] * world
     found = records(tmp_path / "log.jsonl")
     got = [

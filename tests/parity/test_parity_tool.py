@@ -184,7 +184,9 @@ def test_the_configured_data(tmp_path, capsys):
     )
     assert (code, record["verdict"]) == (0, "equal") and "model.vocab_size" not in record["changed"]
     assert main(["--world", "2", "--data", *MODEL, *data, "model.vocab_size=100"]) == 2
-    assert "data.train requires ids below model.vocab_size = 100 (got 255)" in capsys.readouterr().err
+    assert (
+        "data.train requires ids below model.vocab_size = 100 (got 255)" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["--world", "2", "--data", *MODEL])
     assert "data.train" in capsys.readouterr().err

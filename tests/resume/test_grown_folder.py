@@ -78,7 +78,7 @@ def test_new_rows_are_the_mean_and_the_rest_is_the_folders(tmp_path, case):
             f"data.train=[{corpus}]",
         ]
         words += [f"checkpoint.dir={place}", "model.vocab_size=131", change, *RUN, *layout]
-        config = load_config(words, world=world, model_from_hf=model_config_from_hf)
+        config = load_config(words, world=world, model_readers={"from_hf": model_config_from_hf})
         assert train_on_ranks(config, world) == [0] * world
         found.append(whole_tensors(place / "step-00000001"))
     table = stored["model.embed_tokens.weight"].double()

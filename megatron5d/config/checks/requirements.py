@@ -306,6 +306,9 @@ REQUIREMENTS = (
         "snapshot-goes-somewhere", "log.memory_snapshot_step", "log.memory_snapshot != null"
     ),
     Requirement("init-has-one-source", "init.from_checkpoint", "init.from_hf = null", local=True),
+    Requirement(
+        "model-has-one-source", "model.from_checkpoint", "model.from_hf = null", local=True
+    ),
 )
 LIMITS = (
     Limit("top-k-experts-exist", "model.top_k", "model.num_experts", when="model.num_experts > 0"),

@@ -19,7 +19,10 @@ COMPARED_KEYS = {
     group: keys for group, keys in to_dict(Config()).items() if group in ("model", "moe", "optim")
 }
 # keys of the model that do not change an existing model
-_NO_EFFECT = ("model.name", "model.from_hf", "model.init_std", "model.init_scale_output")
+_NO_EFFECT = tuple(
+    f"model.{key}"
+    for key in ("name", "from_hf", "from_checkpoint", "init_std", "init_scale_output")
+)
 # keys whose new weights checkpoint/new_weights.py fills
 _GROWING = {"model.vocab_size", "model.tie_embeddings", "model.num_mtp_layers"}
 _MAX_KEYS = 4  # written out in a fix

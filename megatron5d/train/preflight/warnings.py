@@ -10,6 +10,7 @@ from megatron5d.checkpoint.folder import (
     errors_of_older,
     saved_after,
 )
+from megatron5d.config.convert import default_of, value_of
 from megatron5d.config.derived import (
     batch_schedule,
     resumed_progress,
@@ -166,6 +167,28 @@ def epochs(config: Config) -> list[str]:
     ]
     more = f"; and {len(datasets) - SHOWN} more datasets" if len(datasets) > SHOWN else ""
     return [f"data.train: {num_tokens:,} tokens are {'; '.join(datasets[:SHOWN])}{more}"]
+
+
+def as_released(config: Config) -> list[str]:
+    """Note on a Hugging Face model that the run trains in another precision or at another length
+    than its own."""
+    if (folder := config.init.from_hf) is None or resumed_progress(config):
+        return []
+    from megatron5d.checkpoint.hf.import_config import read_hf_config
+
+    settings = read_hf_config(folder)
+    dtype = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
+    length = settings.get("max_position_embeddings")
+    own = {}
+    if dtype == "bfloat16" and config.precision.dtype != "bf16":
+        own["precision.dtype"] = "bf16"
+    if isinstance(length, int) and config.train.seq_len == default_of("train.seq_len") < length:
+        own["train.seq_len"] = str(length)
+    if not own:
+        return []
+    current = ", ".join(f"{key}={value_of(config, key)}" for key in own)
+    overrides = " ".join(f"{key}={value}" for key, value in own.items())
+    return [f"trains {folder} with {current}; as it was released: {overrides}"]
 
 
 def idle_routers(config: Config) -> list[str]:

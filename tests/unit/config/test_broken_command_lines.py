@@ -43,7 +43,7 @@ def printed(capsys):
 
     def run(*argv: str) -> str:
         with pytest.raises(ConfigError) as error:
-            load_config(argv, world=8, model_from_hf=missing_folder)
+            load_config(argv, world=8, model_readers={"from_hf": missing_folder})
         with pytest.raises(SystemExit) as stop:
             refuse(error.value.faults, rank=0)
         assert stop.value.code == 2

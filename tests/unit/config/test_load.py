@@ -188,16 +188,32 @@ def from_folder(folder):
 
 def test_model_from_hf_replaces_the_group_but_not_the_command_line():
     words = ["model=llama3_1b", "model.from_hf=some/dir", "model.num_layers=5"]
-    model = load_config([*words, "model.rope_scaling.factor=4"], model_from_hf=from_folder).model
+    model = load_config(
+        [*words, "model.rope_scaling.factor=4"], model_readers={"from_hf": from_folder}
+    ).model
     assert (model.name, model.from_hf, model.num_layers) == ("imported", "some/dir", 5)
     assert (model.rope_scaling.type, model.rope_scaling.factor) == ("llama3", 4.0)
     assert model.hidden_size == 96
     assert model.vocab_size == 128256, "which the folder does not give"
 
 
+def test_initial_weights_bring_their_model_unless_one_is_chosen():
+    readers = {"from_hf": from_folder, "from_checkpoint": from_folder}
+
+    def model_of(*words: str):
+        return load_config(words, model_readers=readers).model
+
+    for name in readers:
+        model = model_of(f"init.{name}=dir", "model.num_layers=5")
+        assert (model.name, getattr(model, name), model.num_layers) == ("imported", "dir", 5)
+        assert model_of(f"init.{name}=dir", "model=llama3_1b").name == "llama3_1b"
+        assert model_of(f"init.{name}=dir", "experiment=gpt2_124m").num_layers == 12
+        assert model_of(f"model.{name}=dir").hidden_size == 96
+
+
 def test_a_folder_that_cannot_be_read_is_one_fault():
     words = ["model.from_hf=broken", "parallel.tp=3", "data.train=x", "train.gbs=7", "train.mbs=2"]
-    found = faults(*words, world=3, model_from_hf=from_folder)
+    found = faults(*words, world=3, model_readers={"from_hf": from_folder})
     assert set(found) == {"model-from-hf", "data-train-files", "gbs-splits"}
     assert "broken: no config.json" in found["model-from-hf"].reason
 
@@ -219,6 +235,15 @@ def test_unknown_keys_and_missing_values_of_a_config_dir_are_rejected(tmp_path):
     assert "train.warmup is not a configuration key" in reason
     argv = with_file(tmp_path, "data/ours.yaml", "train: ???\n")
     assert "data.train" in faults(*argv, "data=ours")["composition"].reason
+
+
+def test_log_dir_alone_records_everything_in_it():
+    config = load_config(["log.dir=r", "log.profile=${checkpoint.dir}/profile"])
+    assert (config.log.jsonl, config.checkpoint.dir) == ("r/metrics.jsonl", "r/checkpoints")
+    assert config.log.profile == "r/checkpoints/profile"
+    config = load_config(["log.dir=r", "log.jsonl=null", "checkpoint.dir=null"])
+    assert (config.log.jsonl, config.checkpoint.dir) == (None, None)
+    assert (Config().log.jsonl, Config().checkpoint.dir) == (None, None)
 
 
 def test_interpolations():

@@ -11,7 +11,7 @@ from megatron5d.parity.variants import faults_of
 
 EXCUSES = {
     "model.name": "a name",
-    "model.from_hf": "reads a file: tests of Hugging Face models",
+    "model.from_*": "reads a file: tests of Hugging Face models, and of load.py",
     "model.rope_scaling.*": "the reference model has plain frequencies: tests of rope.py",
     "parallel.timeout_s": "for hanging collectives: tests/chaos",
     "pipeline.flops_per_byte": "of the search: its tests",

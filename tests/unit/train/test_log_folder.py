@@ -1,0 +1,44 @@
+"""A run does not replace the configuration of another one in its log.dir."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron5d.config.load import load_config, to_yaml
+from megatron5d.train.preflight.log_folder import log_folder_faults
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_refused"),
+    [
+        ([], [], False),
+        ([], ["train.steps=9", "optim.lr=1"], False),
+        ([], ["log.jsonl=null", "checkpoint.dir=null"], True),
+        ([], ["checkpoint.dir={root}/elsewhere"], True),
+        (["checkpoint.dir={root}/elsewhere"], ["checkpoint.dir={root}/x/../elsewhere"], False),
+        (["checkpoint.dir={root}/elsewhere"], [], True),
+        (["checkpoint.dir=null"], ["checkpoint.dir=null"], False),
+        (["checkpoint.dir=null"], ["checkpoint.dir=null", "train.steps=9"], True),
+    ],
+)
+def test_another_run_is_refused(tmp_path, before, now, is_refused):
+    def config_of(words):
+        words = [word.format(root=tmp_path) for word in words]
+        return load_config([f"log.dir={tmp_path}/r", *words])
+
+    (tmp_path / "r").mkdir()
+    assert not log_folder_faults(config_of(now), 1), "an empty folder"
+    (tmp_path / "r/config.yaml").write_text(to_yaml(config_of(before)))
+    faults = log_folder_faults(config_of(now), 1)
+    assert bool(faults) == is_refused
+    if faults:
+        assert f"log.dir={tmp_path}/r-2" in faults[0].fix
+
+
+def test_a_moved_folder_is_still_that_of_the_run(tmp_path):
+    config = load_config([f"log.dir={tmp_path}/r"])
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/config.yaml").write_text(to_yaml(config))
+    assert not log_folder_faults(load_config([f"log.dir={tmp_path}/moved"]), 1)
+    (tmp_path / "moved/config.yaml").write_text("damaged: [")
+    assert not log_folder_faults(replace(config, log=replace(config.log, dir="moved")), 1)
