@@ -115,7 +115,7 @@ def test_the_curve_is_the_reference(material, tmp_path, world, overrides):
         "log.progress=false",
         *overrides,
     ]
-    config = load_config(argv, world=world, model_from_hf=model_config_from_hf)
+    config = load_config(argv, world=world, model_readers={"from_hf": model_config_from_hf})
     assert dataclasses.asdict(config.model)["num_kv_heads"] == 2
     assert train_on_ranks(config, world) == [0] * world
     told = records(tmp_path / "log.jsonl")

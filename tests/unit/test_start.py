@@ -58,6 +58,7 @@ def one_step(folder, model):
         "optim.warmup_steps=0",
         "checkpoint.every=0",
         f"log.dir={folder}/run",
+        "checkpoint.dir=null",
         "log.wandb=off",
     ]
 

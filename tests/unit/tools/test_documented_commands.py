@@ -49,7 +49,12 @@ COMMANDS = [
 
 
 def pass_checks(overrides, world):
-    load_config(overrides, world=world, model_from_hf=lambda folder: {}, files=False)
+    load_config(
+        overrides,
+        world=world,
+        model_readers=dict.fromkeys(("from_hf", "from_checkpoint"), lambda folder: {}),
+        files=False,
+    )
 
 
 def parse_options(name, arguments, monkeypatch):

@@ -62,7 +62,11 @@ def test_locks_come_first_and_go_last(tmp_path):
 
 def test_a_second_run_that_shares_only_log_dir_is_told(tmp_path):
     first, second = (
-        Config(log=LogConfig(dir=str(tmp_path), jsonl=str(tmp_path / name))) for name in ("a", "b")
+        Config(
+            log=LogConfig(dir=str(tmp_path), jsonl=str(tmp_path / name)),
+            checkpoint=CheckpointConfig(dir=None),
+        )
+        for name in ("a", "b")
     )
     with (
         locked_outputs(first),
