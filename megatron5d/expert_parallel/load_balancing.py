@@ -1,8 +1,8 @@
 """Load balancing: auxiliary losses, the bias, and figures for the log, without a host sync.
 
 T tokens (without padding), E experts, k choices per token; n_e = tokens that choose e by their
-scores alone (without bias and groups); p = softmax of the logits, or sigmoid divided by its sum.
-Summed over the layers:
+scores alone (without bias and groups, also under moe.replay); p = softmax of the logits, or sigmoid
+divided by its sum. Summed over the layers:
 
     aux         E/(k·T²) · Σ_e n_e Σ_t p_te of a micro-batch; mean over the global batch
     seq_aux     the same of each sequence; mean over the global batch
@@ -172,9 +172,11 @@ class Balancer:
         self.figures[row, _TOKENS] += num_tokens
 
     def unbiased_choices(self, logits: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
-        """The experts with the best scores, without bias and groups; `num_experts` for padding."""
-        model = self.model
-        if not (self.biases or self.moe.force_balanced) and model.top_groups == model.num_groups:
+        """The experts with the best scores, whatever the choice follows; `num_experts` for
+        padding."""
+        model, moe = self.model, self.moe
+        chosen_by_score = not (self.biases or moe.force_balanced or moe.replay)
+        if chosen_by_score and model.top_groups == model.num_groups:
             return experts
         choices = top_experts(scores_of(logits.detach(), model.router_score), model.top_k)
         if tokens.real is None:

@@ -46,12 +46,26 @@ def shape_of(config):
     return STEPS * config.train.gbs, config.train.seq_len, blocks, config.model.top_k
 
 
+def random_choices(config):
+    draws = np.random.default_rng(0).random((*shape_of(config)[:-1], config.model.num_experts))
+    return draws.argsort(-1)[..., : config.model.top_k]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_take_the_experts_of_the_file(layout, tmp_path):
     config = with_files(layout, replay=str(tmp_path / "experts.npy"))
-    draws = np.random.default_rng(0).random((*shape_of(config)[:-1], config.model.num_experts))
-    np.save(tmp_path / "experts.npy", draws.argsort(-1)[..., : config.model.top_k])
+    np.save(tmp_path / "experts.npy", random_choices(config))
     assert_parity(config, world=4, steps=STEPS, ignored=0.8)
+
+
+@pytest.mark.parametrize("kind", ["aux", "seq_aux", "global_aux"])
+def test_auxiliary_losses_count_the_choices_of_the_scores(kind, tmp_path):
+    """With a router that has neither bias nor groups, which the replay alone overrules."""
+    path, layout = tmp_path / "experts.npy", {"cp": 2, "ep": 2}
+    moe = {"balance": [kind], "aux_coef": 0.3, "replay": str(path)}
+    config = config_of("mixtral", gbs=4, mbs=2, moe=moe, **layout)
+    np.save(path, random_choices(config))
+    assert_parity(config, world=2, steps=STEPS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

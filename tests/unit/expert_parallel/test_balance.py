@@ -282,3 +282,23 @@ def test_scales_are_megatron_cores():
     assert balancer.loss_names == ("aux_loss", "router_z_loss")
     aux_loss, z_loss = balancer.loss_values.tolist()
     assert [coef * aux_loss, z_coef * z_loss] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("replay", [None, "experts.npy"])
+def test_the_loss_of_replayed_tokens_is_that_of_transformers_router(replay):
+    """Its load_balancing_loss_func (k times ours, in fp32) counts the best k of the logits."""
+    module = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    z = logits(4)
+    expected = module.load_balancing_loss_func((z,), E, K).item() / K
+    experts = z.topk(K).indices if replay is None else z.topk(K, largest=False).indices
+    aux = {"aux_coef": 1.0, "microbatches": 1, "replay": replay}
+    balancer = make_balancer(balance=["aux"], **aux)
+    attach_and_backward(balancer, 0, z.requires_grad_(), experts, tokens())
+    assert balancer.loss_values.item() == pytest.approx(expected, rel=1e-6)
+
+    ahead = make_balancer(balance=["global_aux"], **aux)
+    ahead.start_counting()
+    with torch.no_grad():
+        ahead.observe(0, z, experts, None, tokens())
+    attach_and_backward(ahead, 0, z, experts, tokens())
+    assert ahead.loss_values.item() == pytest.approx(expected, rel=1e-6)
