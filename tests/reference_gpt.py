@@ -156,11 +156,14 @@ def round_robin(scores, samples, c):
     return torch.zeros_like(scores).scatter(-1, experts, 1.0)
 
 
-def replay(scores, samples, layer, c, moe):
-    """Choices [b, s, E] from the file, by sample, position and index of the MoE block."""
+def replay(scores, samples, w, layer, c, moe):
+    """Choices [b, s, E] from the file, by sample, position and index of the MoE block; the
+    router's where the file has no expert."""
     moe_block = sum(is_moe(c, i) for i in range(int(layer.split(".")[1])))
     experts = torch.from_numpy(np.load(moe.replay).astype(np.int64))[samples, :, moe_block]
-    return torch.zeros_like(scores).scatter(-1, experts, 1.0)
+    recorded = (experts[..., None] == torch.arange(c.num_experts)).any(-2)
+    own = route(scores, w, layer, c)
+    return torch.where(recorded.any(-1, keepdim=True), recorded.to(scores.dtype), own)
 
 
 def limit_capacity(choices, weights, moe, mbs):
@@ -196,7 +199,7 @@ def moe_layer(x, w, layer, c, moe, *, mbs, real, figures, noise):
     z = z + w[f"{layer}.router.linear_bias"] if c.router_linear_bias else z
     scores = torch.softmax(z, -1) if c.router_score == "softmax" else torch.sigmoid(z)
     if moe.replay:
-        choices = replay(scores, noise[1], layer, c, moe)
+        choices = replay(scores.detach(), noise[1], w, layer, c, moe)
     elif moe.force_balanced:
         choices = round_robin(scores, noise[1], c)
     else:

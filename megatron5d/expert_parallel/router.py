@@ -159,7 +159,7 @@ class Router(nn.Module):
         c = self.config
         if runs_triton(logits):
             if forced is None and c.top_groups < c.num_groups:
-                forced = choose_experts(scores_of(logits.detach(), c.router_score), c, self.bias)
+                forced = self.choose(logits)
             return route(
                 logits,
                 c.top_k,
@@ -172,6 +172,12 @@ class Router(nn.Module):
         scores = scores_of(logits, c.router_score)
         experts = choose_experts(scores, c, self.bias) if forced is None else forced
         return experts, weights_of(scores, experts, c)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Chooses experts by their scores: `[n, E]` -> int64 `[n, k]`, the best first."""
+        return choose_experts(
+            scores_of(logits.detach(), self.config.router_score), self.config, self.bias
+        )
 
     def extra_repr(self) -> str:
         c, has_bias = self.config, self.bias is not None

@@ -20,6 +20,8 @@ from megatron5d.comm.collectives import gather_replicated, local_slice, scatter_
 from megatron5d.phases.phase import MicroBatch
 from megatron5d.topology.axis import Axis
 
+_AFTER_ALL = 1 << 40  # a position after those of any sequence
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -113,8 +115,8 @@ class TokenShare:
         assert rows.numel() == count, f"{count} positions of a sequence, {rows.numel()} expected"
         order = (rows[:, None] * b + torch.arange(b, device=device)).flatten()
         missing = 0 if self.sp else -order.numel() % self.tp.size
-        if missing:  # padding to equal shares comes last
-            order = torch.cat((order, order.max() + 1 + torch.arange(missing, device=device)))
+        if missing:  # padding to equal shares comes last, after the tokens of all cp ranks
+            order = torch.cat((order, _AFTER_ALL * b + torch.arange(missing, device=device)))
         real = (
             torch.arange(order.numel(), device=device) < order.numel() - missing
             if missing

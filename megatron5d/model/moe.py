@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron5d.comm.all_to_all import Codec
 from megatron5d.expert_parallel.dispatcher import DirectDispatch, Dispatcher, SendCapacity
 from megatron5d.expert_parallel.experts import Experts
+from megatron5d.expert_parallel.replay import NOT_RECORDED
 from megatron5d.expert_parallel.router import Router, round_robin, within_capacity
 from megatron5d.expert_parallel.token_share import Tokens
 from megatron5d.model.block_inputs import BlockInputs
@@ -126,7 +127,7 @@ class MoEDispatch(Phase):
         tokens = self.token_share.tokens(residual.shape, batch)
         # Choose experts.
         logits = self.router.logits(self._jittered(x, tokens), defer)  # [n, E]
-        experts, weights = self.router(logits, self._forced_experts(tokens))  # [n, k]
+        experts, weights = self.router(logits, self._forced_experts(logits, tokens))  # [n, k]
         in_training = tokens.samples is not None
         if self.moe.record is not None and self.routing_file is not None and in_training:
             self.routing_file.write(self.layer, tokens, experts)
@@ -143,11 +144,12 @@ class MoEDispatch(Phase):
         shared = normed if self.config.shared_ffn_hidden_size else None
         return MoEState(residual, rows, weights, shared, dispatch, self.parts.source("permute", x))
 
-    def _forced_experts(self, tokens: Tokens) -> Tensor | None:
+    def _forced_experts(self, logits: Tensor, tokens: Tokens) -> Tensor | None:
         """Experts int64 `[n, k]` instead of the router's choices; None = the router chooses."""
         in_training = tokens.samples is not None
         if self.moe.replay is not None and self.routing_file is not None and in_training:
-            return self.routing_file.read(self.layer, tokens)
+            replayed = self.routing_file.read(self.layer, tokens)
+            return torch.where(replayed == NOT_RECORDED, self.router.choose(logits), replayed)
         return (
             round_robin(tokens.round_robin_index, self.config) if self.moe.force_balanced else None
         )

@@ -58,6 +58,16 @@ def test_tokens_take_the_experts_of_the_file(layout, tmp_path):
     assert_parity(config, world=4, steps=STEPS, ignored=0.8)
 
 
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+def test_the_router_chooses_for_tokens_that_were_not_recorded(dtype, tmp_path):
+    """-1, or what it becomes in an unsigned type; under bias and groups."""
+    config = with_files("cp, tp, sp, ep", replay=str(tmp_path / "experts.npy"))
+    experts = random_choices(config)
+    experts[:, 2:5] = -1
+    np.save(tmp_path / "experts.npy", experts.astype(dtype))
+    assert_parity(config, world=4, steps=STEPS)
+
+
 @pytest.mark.parametrize("kind", ["aux", "seq_aux", "global_aux"])
 def test_auxiliary_losses_count_the_choices_of_the_scores(kind, tmp_path):
     """With a router that has neither bias nor groups, which the replay alone overrules."""
@@ -71,15 +81,17 @@ def test_auxiliary_losses_count_the_choices_of_the_scores(kind, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_run_writes_are_the_experts_of_its_own(layout, tmp_path):
     config = with_files(layout, record=str(tmp_path / "experts.npy"))
-    rows = make_rows(config, STEPS)
+    rows = make_rows(config, STEPS, ignored=0.8)
     layout_run(config, 4, rows, STEPS)
     written = np.load(tmp_path / "experts.npy")
+    is_padding = (written == 255).all((2, 3))
+    assert is_padding.any() and (written[~is_padding] < config.model.num_experts).all()
     samples, *rest = shape_of(config)
     assert (
         written.shape == (config.train.steps * config.train.gbs, *rest)
         and written.dtype == np.uint8
     )
-    assert not written[samples:].any() and len(np.unique(written)) == config.model.num_experts
+    assert not written[samples:].any() and len(np.unique(written)) == config.model.num_experts + 1
     plain, moe = (
         with_files(layout),
         dataclasses.replace(config.moe, record=None, replay=config.moe.record),
@@ -120,6 +132,8 @@ def test_a_file_that_does_not_fit_is_told_by_the_first_tokens(tmp_path):
         assert "expected integers [samples" in told()
     np.save(path, np.full((2, 3, 2, 2), 8))
     assert "has experts 8 to 8 of 8 in samples 1 to 1" in told()
+    np.save(path, np.zeros((2, 3, 2, 2), np.uint16))
+    assert "has an expert twice in 3 of 3 rows in samples 1 to 1; repair it, mark" in told()
     np.save(path, np.zeros((1, 3, 2, 2), np.int64))
     assert "sample 1 is not among the 1 of" in told()
     assert "exists, but does not hold uint8" in told(samples=4)
@@ -174,8 +188,12 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
     )
     np.save(
         tmp_path / "negative.npy",
-        np.where(np.arange(12)[:, None, None, None] == 11, -1, whole.astype(np.int64)),
+        np.where(np.arange(12)[:, None, None, None] == 11, -2, whole.astype(np.int64)),
     )
+    for name, value in {"zeros": [0, 0], "partly": [-1, 1], "marked": [-1, -1]}.items():
+        rows = whole.astype(np.int8)
+        rows[:10, 4:8] = value
+        np.save(tmp_path / f"{name}.npy", rows)
     (tmp_path / "torn.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:-1])
     cases = {
         "moe.replay=none.npy": "there is no none.npy",
@@ -183,7 +201,9 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
         "moe.replay=narrow.npy": "expected integers [samples",
         "moe.replay=torn.npy": "torn.npy is not a routing file",
         "moe.replay=turned.npy": "turned.npy names experts 0 to 64 of",
-        "moe.replay=negative.npy": "negative.npy names experts -1 to ",
+        "moe.replay=negative.npy": "negative.npy names experts -2 to ",
+        "moe.replay=partly.npy": "partly.npy names experts -1 to ",
+        "moe.replay=zeros.npy": "zeros.npy names an expert twice in 80 of 384 rows",
         "moe.record=corpus.bin": "moe.record=corpus.bin exists, but does not hold uint8",
         "moe.record=whole.npy train.steps=4": "fix: moe.record=whole.npy.new, or null",
     }
@@ -198,6 +218,7 @@ def test_files_of_experts_that_a_run_cannot_use_are_refused_before_it(tmp_path):
     enough = (
         ["moe.replay=short.npy", "train.steps=2"],
         ["moe.replay=short.npy", "train.stop_after=2"],
+        ["moe.replay=marked.npy"],
     )
     for arguments in (*enough, ["moe.record=whole.npy"]):
         run_of(tmp_path, *arguments, world=1)

@@ -96,10 +96,11 @@ def _source_faults(
 
 
 def _sampled_ranges(size: int, count: int) -> list[tuple[int, int]]:
-    """(start, length) of samples at equal distances in a file of `size` numbers."""
+    """(start, length) of samples at equal distances in a file of `size` items; none overlap."""
     last = max(0, size - SAMPLE_TOKENS)
-    starts = {last * i // max(1, count - 1) for i in range(count)} if last else {0}
-    return [(start, min(SAMPLE_TOKENS, size - start)) for start in sorted(starts)]
+    starts = sorted({last * i // max(1, count - 1) for i in range(count)}) if last else [0]
+    ends = [*starts[1:], size]
+    return [(start, min(SAMPLE_TOKENS, end - start)) for start, end in zip(starts, ends)]
 
 
 def _vocabulary_faults(config: Config, key: str, prefix: str, num_samples: int) -> list[Fault]:
@@ -174,9 +175,9 @@ def _record_faults(config: Config, file: str) -> list[Fault]:
 
 
 def _replay_faults(config: Config, file: str) -> list[Fault]:
-    from megatron5d.expert_parallel.replay import RoutingFile
+    from megatron5d.expert_parallel.replay import RoutingFile, row_fault
 
-    num_experts, fix = config.model.num_experts, "moe.replay=FILE as moe.record writes it, or null"
+    fix = "moe.replay=FILE with -1 in rows that were not recorded, or null (docs/experts.md)"
     damaged = partial(Fault, "moe-replay-broken", ("moe.replay",), fix=fix)
     try:
         experts = RoutingFile(file, config.model, config.train.seq_len).experts
@@ -185,14 +186,12 @@ def _replay_faults(config: Config, file: str) -> list[Fault]:
     needed = _samples_needed(config)
     if needed > len(experts):
         return [_too_short(config, len(experts), needed)]
-    flat = experts.ravel(order="K")
+    rows = experts.reshape(-1, config.model.top_k, order="C" if experts.flags.c_contiguous else "F")
     if experts.flags.c_contiguous:
-        flat = flat[: needed * experts[0].size]
-    samples = [flat[i : i + n] for i, n in _sampled_ranges(len(flat), TOTAL_SAMPLES)]
-    smallest, largest = min(int(x.min()) for x in samples), max(int(x.max()) for x in samples)
-    if smallest >= 0 and largest < num_experts:
-        return []
-    return [damaged(f"moe.replay: {file} names experts {smallest} to {largest} of {num_experts}")]
+        rows = rows[: needed * experts[0].size // config.model.top_k]
+    samples = (rows[start : start + n] for start, n in _sampled_ranges(len(rows), TOTAL_SAMPLES))
+    fault = row_fault(samples, config.model.num_experts)
+    return [damaged(f"moe.replay: {file} names {fault}")] if fault else []
 
 
 def _samples_needed(config: Config, steps: int | None = None) -> int:
