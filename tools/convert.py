@@ -220,6 +220,9 @@ COMMANDS = {
                 default=0.0,
                 metavar="T",
             ),
+            option(
+                "--bf16", "accept values that are the others, rounded to bf16", action="store_true"
+            ),
         ],
     ),
     "average": Command(

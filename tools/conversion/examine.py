@@ -118,13 +118,21 @@ def diff(args: Namespace) -> int:
         lines = [f"{key} is only in {args.one}" for key in one.keys() - other.keys()]
         lines += [f"{key} is only in {args.other}" for key in other.keys() - one.keys()]
         common = sorted(one.keys() & other.keys())
+        rounded = 0  # tensors whose values are equal in bf16
         for key in tqdm(common, unit="tensor", disable=None):
             (shape, read_one), (other_shape, read_other) = one[key], other[key]
             if shape != other_shape:
                 lines.append(f"{key} is {list(shape)} and {list(other_shape)}")
-            elif (largest := _difference(shape, read_one, read_other)) > args.tolerance:
+                continue
+            largest, is_rounding = _difference(shape, read_one, read_other)
+            if largest > args.tolerance and is_rounding:
+                rounded += 1
+            elif largest > args.tolerance:
                 lines.append(f"{key} differs by {largest:.3g} of its largest value")
+    if rounded and not args.bf16:
+        lines.append(f"{rounded} tensors differ by rounding to bf16 alone, which --bf16 accepts")
     equal = f"equal: {len(common)} tensors" + f" within {args.tolerance:g}" * bool(args.tolerance)
+    equal += f", {rounded} of them within rounding to bf16" * bool(rounded)
     print("\n".join(sorted(lines)) or equal)
     return 1 if lines else 0
 
@@ -160,22 +168,24 @@ def _lazy_reader(tensor: LazyTensor) -> Read:
     return read
 
 
-def _difference(shape: Shape, one: Read, other: Read) -> float:
-    """Largest difference of two tensors, relative to the first one's largest value.
+def _difference(shape: Shape, one: Read, other: Read) -> tuple[float, bool]:
+    """Largest difference of two tensors, relative to the first one's largest value, and whether
+    values that differ are each other's, rounded to bf16.
 
-    It is infinite where only one of two values is finite.
+    The difference is infinite where only one of two values is finite.
     """
-    largest_difference = largest_value = 0.0
+    largest_difference, largest_value, is_rounding = 0.0, 0.0, True
     for offset, extent in _blocks(shape):
         a, b = one(offset, extent).double(), other(offset, extent).double()
         # inf - inf is NaN, which would hide that both are equal
         same = (a == b) | (a.isnan() & b.isnan())
         difference = torch.where(same, 0.0, (a - b).abs().nan_to_num(float("inf"), float("inf")))
         largest_difference = max(largest_difference, difference.max().item())
+        is_rounding &= bool((same | (a.bfloat16() == b) | (b.bfloat16() == a)).all())
         largest_value = max(largest_value, a.nan_to_num(0, 0, 0).abs().max().item())
     if largest_difference and largest_value:
-        return largest_difference / largest_value
-    return largest_difference
+        largest_difference /= largest_value
+    return largest_difference, is_rounding
 
 
 def _blocks(shape: Shape) -> Iterator[tuple[Shape, Shape]]:

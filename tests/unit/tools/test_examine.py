@@ -88,13 +88,23 @@ def test_diff_compares_values_across_layouts_and_formats(checkpoint, tmp_path, c
     for one, other in ((checkpoint, cut), (checkpoint, hf), (hf, hf)):
         assert run(convert, f"diff {one} {other}") == 0
 
+    rounded = tmp_path / "rounded"
+    assert (
+        run(convert, f"to-hf --checkpoint {cut} --out {rounded} --no-tokenizer --dtype bf16") == 0
+    )
+    capsys.readouterr()
+    for flag, code in (("", 1), (" --bf16", 0)):
+        assert run(convert, f"diff {checkpoint} {rounded}{flag}") == code
+        printed = capsys.readouterr().out
+        assert len(printed.splitlines()) == 1 and "rounding to bf16" in printed
+
     def nudge(tensors):
         tensors[UP][1, 1] += 1e-4
         tensors["model.embedding.weight"][0, 0] = float("inf")
 
     nudged = save_random(tmp_path / "nudged", 1, change=nudge)
     capsys.readouterr()
-    assert run(convert, f"diff {nudged} {hf}") == 1
+    assert run(convert, f"diff {nudged} {hf} --bf16") == 1
     printed = capsys.readouterr().out
     assert keys_of(printed) == ["model.embedding.weight", UP] and "differs by inf" in printed
     assert run(convert, f"diff {nudged} {checkpoint} --tolerance 1e-3") == 1
