@@ -50,16 +50,6 @@ class Record:
         self.peak = max(self.peak, self.activations)
 
 
-def has_priority() -> bool:
-    """Whether `take_priority` is permitted here."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    except OSError:
-        return False
-    return True
-
-
 def take_priority() -> None:
     """Lets this rank's threads, which do next to nothing, run before all others when they wake."""
     for thread in os.listdir("/proc/self/task"):

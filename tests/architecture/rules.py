@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import os
+import re
 from collections import Counter
 
 from architecture.source import FUNCTIONS, File, Source, is_standard
@@ -31,6 +32,7 @@ VAGUE_NAMES = frozenset(
     taken got had there trouble less bare once again together alone
     """.split()  # noqa: SIM905
 )
+CLOCKS = re.compile(r"\btime\.\w+\(\)|\b(?:monotonic|perf_counter|process_time|getrusage)\(")
 PARALLEL = {
     f"megatron5d/{name}_parallel" for name in ("tensor", "context", "expert", "pipeline", "data")
 }
@@ -284,6 +286,67 @@ def lowest_layer_is_light(source: Source) -> list[str]:
     return broken
 
 
+def measured_times_are_compared_alone(source: Source) -> list[str]:
+    """A test fails on a slow machine if time it measured must stay below a number: such tests are
+    marked `timing`. Waits that end at a deadline may say so."""
+    broken = []
+    for file in source.files:
+        if file.path.startswith("tests/") and not _is_timing(file.walk(ast.Assign)):
+            for function in file.walk(ast.FunctionDef):
+                if not any("mark.timing" in ast.unparse(d) for d in function.decorator_list):
+                    broken += [
+                        f"{_where(file, node)}: compares a measured time; mark the test `timing`"
+                        for node in _bounded_times(function)
+                    ]
+    return sorted(set(broken))
+
+
+def _is_timing(assignments: list[ast.Assign]) -> bool:
+    """Whether `pytestmark` marks the file's tests."""
+    return any("mark.timing" in ast.unparse(node.value) for node in assignments)
+
+
+def _bounded_times(function: ast.FunctionDef) -> list[ast.Assert]:
+    """Assertions that a time span, read off a clock in this function, is below something."""
+    waits = {
+        n for loop in ast.walk(function) if isinstance(loop, ast.While) for n in ast.walk(loop)
+    }
+    measured = {
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and _reads_clock(node.value, set())
+        for target in ast.walk(node.targets[0])
+        if isinstance(target, ast.Name)
+    }
+    return [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assert) and node not in waits
+        for compared in ast.walk(node.test)
+        if isinstance(compared, ast.Compare)
+        for less, op, more in _pairs(compared)
+        if _reads_clock(less if isinstance(op, ast.Lt | ast.LtE) else more, measured)
+    ]
+
+
+def _pairs(compared: ast.Compare) -> list[tuple]:
+    sides = [compared.left, *compared.comparators]
+    ordered = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    triples = zip(sides, compared.ops, sides[1:])
+    return [(a, op, b) for a, op, b in triples if isinstance(op, ordered)]
+
+
+def _reads_clock(node: ast.expr, measured: set[str]) -> bool:
+    """Whether it is the difference of two times, or one of these names."""
+    if isinstance(node, ast.Name):
+        return node.id in measured
+    return (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Sub)
+        and bool(CLOCKS.search(ast.unparse(node)))
+    )
+
+
 def top_level_is_fixed(source: Source) -> list[str]:
     ignored = [line.rstrip("/") for line in (source.root / ".gitignore").read_text().split()]
     return [
@@ -314,5 +377,6 @@ RULES = (
     environment_is_read_in_topology,
     hydra_ends_at_the_entry_point,
     lowest_layer_is_light,
+    measured_times_are_compared_alone,
     top_level_is_fixed,
 )

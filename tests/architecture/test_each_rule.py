@@ -162,6 +162,16 @@ PLANTED = [
         {"megatron5d/config/checks/__init__.py": "import torch"},
         "checks/__init__.py:1: imports torch",
     ),
+    (
+        "measured_times_are_compared_alone",
+        {"tests/test_b.py": "def test():\n    t = time.time()\n    assert time.time() - t < 9"},
+        "tests/test_b.py:3: compares a measured time",
+    ),
+    (
+        "measured_times_are_compared_alone",
+        {"tests/test_b.py": "def test():\n    s = perf_counter() - t\n    assert 1 < s and 9 >= s"},
+        "tests/test_b.py:3",
+    ),
     ("top_level_is_fixed", {"notes.txt": ""}, "notes.txt: not part"),
 ]
 
@@ -196,6 +206,14 @@ ALLOWED = [
         {"tools/plan.py": "class A:\n    def f(self, a, b, c, d, e, f, g, h, *, i, j): pass"},
     ),
     ("files_are_short", {"tools/plan.py": "x = 1\n" * 500}),
+    (
+        "measured_times_are_compared_alone",
+        {
+            "tests/test_b.py": "@pytest.mark.timing\ndef test():\n    assert time.time() - t < 9\n"
+            "def test_c():\n    assert time.time() - t >= 9\n"
+            "    while True:\n        assert time.time() < deadline",
+        },
+    ),
     ("top_level_is_fixed", {"runs/a": "", "train.log": ""}),
     ("lowest_layer_is_light", {"kernels/b.py": "from megatron5d.kernels import c"}),
 ]

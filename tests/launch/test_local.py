@@ -191,11 +191,9 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 
 
 def test_ranks_that_do_not_notice_a_failure_are_ended(tmp_path):
-    start = time.monotonic()
     code, output = Launch(tmp_path, "hang").end()
     assert code == 1
     assert "rank 1 failed first" in output
-    assert time.monotonic() - start < 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

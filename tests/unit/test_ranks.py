@@ -50,10 +50,9 @@ def test_the_raising_rank_precedes_the_ranks_that_lost_it(transport):
             raise ValueError("the cause")
         dist.barrier()
 
-    start = time.monotonic()
+    # not after a time limit: pytest's own is shorter
     with pytest.raises(RankFailure, match=r"\Arank 2: Traceback(?s:.*)ValueError: the cause"):
-        run_ranks(on_rank, 4)
-    assert time.monotonic() - start < 40
+        run_ranks(on_rank, 4, timeout=1000)
 
 
 def test_a_killed_rank_is_named_with_its_signal(transport):

@@ -180,10 +180,8 @@ def test_waiting_for_a_rank_that_never_sends_times_out(dtype):
     x, weight = torch.zeros(3, 40, 16, dtype=dtype), torch.zeros(72, 16, dtype=dtype)
     timeout = WaitTimeout(1.5, flags.device)
     with beside(lambda: raise_flags([flags[2:]], flags, 7)):
-        start = time.monotonic()
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):
             overlapped_gemm.all_gather_gemm(x, weight, Arrivals(flags, 7, timeout), RANK)
-        assert 0.3 < time.monotonic() - start < 60
     if dtype == torch.bfloat16:
         assert timeout.polls.item() == 0
         with pytest.raises(TimeoutError, match="flag 0 has not reached 7"):

@@ -190,6 +190,7 @@ def test_too_few_tokens_are_refused(tmp_path, lengths, num_samples):
         open_samples([prefix], seq_len=7, order="megatron", num_samples=num_samples)
 
 
+@pytest.mark.timing
 def test_a_billion_tokens_take_seconds():
     lengths = np.random.default_rng(0).integers(1, 2000, size=1_000_000).astype(np.int32)
     started = time.process_time()

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from pipeline_configs import admitted_program
 from ranks import run_ranks
-from timed_stages import has_priority, run_timed, take_priority, timed_executor
+from timed_stages import run_timed, take_priority, timed_executor
 
 from megatron5d.comm.ledger import Exposure
 from megatron5d.pipeline_parallel.costs import Costs
@@ -22,7 +22,7 @@ from megatron5d.pipeline_parallel.registry import build_program, schedule_names
 from megatron5d.pipeline_parallel.simulate import idle_fractions, simulate
 from megatron5d.topology.axis import Axis
 
-pytestmark = [] if has_priority() else pytest.mark.timing
+pytestmark = pytest.mark.timing
 
 # of a forward through one rank's layers, attempt by attempt
 UNITS_S = (0.04, 0.04, 0.04, 0.1, 0.1, 0.25)

@@ -214,6 +214,7 @@ def test_costs_are_read_strictly(text, error):
         parse_costs(text)
 
 
+@pytest.mark.timing
 def test_large_programs_take_seconds():
     begin = time.process_time()
     for name in ("zb_v", "dualpipe"):

@@ -97,10 +97,9 @@ def test_a_failing_rank_keeps_its_group_until_it_has_printed_the_error(tmp_path)
 
 
 def test_an_unknown_host_fails_at_once_and_is_named():
-    start = time.monotonic()
+    # not after a time limit: pytest's own is shorter
     with pytest.raises(ValueError, match=r"no-such-host\.invalid.*MASTER_ADDR"):
         start_process(600.0, Environment(0, 2, 0, "tcp://no-such-host.invalid:12345"))
-    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp", "env"])
