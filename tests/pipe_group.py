@@ -234,6 +234,9 @@ class Group(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (c10d calls it)
         return NAME
 
+    def _get_backend(self, device: torch.device) -> Group:
+        return self  # `batch_isend_irecv` asks it whether messages coalesce
+
     def _start(
         self,
         call: str,
