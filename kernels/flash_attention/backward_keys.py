@@ -116,7 +116,7 @@ def _collect_head(
 ):
     """Adds to dk and dv what the queries of a span of one head contribute."""
     for MASKED in tl.static_range(1, -1, -1):
-        if not MASKED or FLAGS.causal or FLAGS.split:
+        if not MASKED or FLAGS.causal or FLAGS.window or FLAGS.spans:
             dk, dv = _collect_queries(
                 dk,
                 dv,

@@ -47,7 +47,7 @@ def _next_block(offset, span, MASKED: tl.constexpr, FLAGS: tl.constexpr, BLOCK_N
     """First key of the block that follows the one at `offset`: edges first, then those between."""
     following = offset + BLOCK_N
     if MASKED:
-        if FLAGS.split:
+        if FLAGS.window or FLAGS.spans:
             following = at_edges(following, span)
         following = tl.where(following < span[3], following, span[1])
     return tl.multiple_of(following, BLOCK_N)

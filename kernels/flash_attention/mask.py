@@ -12,7 +12,11 @@ _TOKENS_LOADED = 2048  # by a program of `_spans_kernel` at a time
 
 
 class Flags(NamedTuple):
-    """Features of a rule that select code in the kernels, as their constant `FLAGS`."""
+    """Features of a rule that select code in the kernels, as their constant `FLAGS`.
+
+    Since Triton 3.8 kernels see the fields alone, no properties. Blocks that a mask cuts lie at
+    both edges of a range if there is a window or there are spans.
+    """
 
     causal: bool
     window: bool
@@ -21,11 +25,6 @@ class Flags(NamedTuple):
     q_positions: bool
     k_positions: bool
     spans: bool  # the blocks to visit depend on data (documents, positions), not on indices alone
-
-    @property
-    def split(self) -> bool:
-        """Whether blocks that a mask cuts lie at both edges of a range."""
-        return self.window or self.spans
 
 
 def flags_of(rule: AttentionRule) -> Flags:
@@ -212,20 +211,22 @@ def at_edges(offset, span):
 @jit
 def block_start(offset, span, MASKED: tl.constexpr, FLAGS: tl.constexpr, BLOCK: tl.constexpr):
     """First token of the block at an offset of a loop between `loop_bounds`."""
-    return tl.multiple_of(at_edges(offset, span) if MASKED and FLAGS.split else offset, BLOCK)
+    if MASKED and (FLAGS.window or FLAGS.spans):
+        offset = at_edges(offset, span)
+    return tl.multiple_of(offset, BLOCK)
 
 
 @jit
 def loop_bounds(span, MASKED: tl.constexpr, FLAGS: tl.constexpr, LATE: tl.constexpr):
     """Bounds of a loop over a span: over its edges if MASKED (`at_edges`), else between them.
 
-    Without FLAGS.split there is only one edge, whose offsets are the tokens themselves: behind
-    `right` if LATE, else before `left`.
+    Without a window and spans there is only one edge, whose offsets are the tokens themselves:
+    behind `right` if LATE, else before `left`.
     """
     start, left, right, stop = span
     if not MASKED:
         begin, end = left, right
-    elif FLAGS.split:
+    elif FLAGS.window or FLAGS.spans:
         begin, end = start, stop - (right - left)
     elif LATE:
         begin, end = right, stop

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import struct
 import subprocess
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,6 +32,8 @@ from megatron5d.kernels import dispatch, tuning
 SOURCES = Path(__file__).parent / "emulator"
 BUILD = Path(__file__).parents[2] / ".cache" / "emulator"
 _SWIZZLES = (0, 32, 64, 128)
+# Triton 3.8 also passes the launcher's arguments, which only AMD's reads.
+_LAUNCHER_ARGUMENTS = (None,) * (len(signature(make_tensordesc_arg).parameters) - 2)
 _MESSAGE_BYTES = 4096
 
 
@@ -100,6 +103,8 @@ class _Utils:
     def fill_tma_descriptor(self, *parts) -> _Descriptor:
         return _Descriptor(*parts)
 
+    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name since Triton 3.8
+
 
 class _Launcher:
     """Lays the arguments of a launch out as its PTX declares them, and runs the grid."""
@@ -116,7 +121,8 @@ class _Launcher:
             if isinstance(kind, tuple):
                 values += self.flat(kind, argument, descriptors)
             elif kind.startswith("tensordesc"):
-                values += make_tensordesc_arg(argument, descriptors.pop(0) if descriptors else None)
+                descriptor = descriptors.pop(0) if descriptors else None
+                values += make_tensordesc_arg(argument, descriptor, *_LAUNCHER_ARGUMENTS)
             elif kind != "constexpr":
                 values.append(
                     (kind, argument) if kind.startswith(("fp", "bf", "f32")) else argument
