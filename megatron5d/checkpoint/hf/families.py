@@ -185,7 +185,6 @@ DEFAULTS: dict[str, Settings] = {
         "use_parallel_residual": True,
         "attention_bias": True,
         "partial_rotary_factor": 0.25,
-        "rope_theta": 10000.0,
     },
     "gpt2": {
         "vocab_size": 50257,
@@ -223,7 +222,8 @@ ALIASES: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe"), {"num_experts": "num_local_experts"}
     ),
-    **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite"), _EXPERT_ALIASES),
+    **dict.fromkeys(("glm4_moe", "deepseek_v3"), _EXPERT_ALIASES),
+    "glm4_moe_lite": _EXPERT_ALIASES | {"head_dim": "qk_rope_head_dim"},
     "dots1": {"num_local_experts": "n_routed_experts"},
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
@@ -267,6 +267,7 @@ _NO_BIAS = _NO_MLP_BIAS | {"attention_bias": (False,)}
 _LATENT = _NO_BIAS | {"moe_layer_freq": (1,)}
 _DEEPSEEK_V3 = _LATENT | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (None, 1.0),
     "use_bidirectional_attention": (None, False),
     "mlp_bias": (False,),
 }

@@ -143,9 +143,11 @@ def window_rope_theta(config: Settings, unsupported: list[str]) -> float:
 
 
 def rotary_percent(config: Settings) -> float:
-    """Share of a head's features that are rotated, in either spelling."""
-    rope = config.get("rope_parameters") or {}
-    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    """Share of a head's features that are rotated, in any spelling."""
+    for settings in (config.get("rope_scaling"), config.get("rope_parameters"), config):
+        if isinstance(settings, dict) and settings.get("partial_rotary_factor"):
+            return float(settings["partial_rotary_factor"])
+    return 1.0
 
 
 def rope_settings(model: ModelConfig) -> Settings:

@@ -1,13 +1,19 @@
 """config.json of transformers' own configuration classes, in both spellings, as our fields."""
 
 import json
+from copy import deepcopy
 from dataclasses import asdict
 
 import pytest
 from hf_folders import save_config, tiny_config
 
-from megatron5d.checkpoint.hf.families import DEFAULTS
-from megatron5d.checkpoint.hf.import_config import model_config_from_hf, read_model_config
+from megatron5d.checkpoint.hf.families import ALIASES, DEFAULTS
+from megatron5d.checkpoint.hf.import_config import (
+    model_config_from_hf,
+    model_fields,
+    read_hf_config,
+    read_model_config,
+)
 from megatron5d.config.convert import from_dict
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.schema import RopeScaling
@@ -290,6 +296,66 @@ def test_defaults_are_the_familys_own(family, tmp_path):
     short = model_config_from_hf(tmp_path)
     save_config(transformers.AutoConfig.for_model(family), tmp_path, **settings)
     assert short == model_config_from_hf(tmp_path)
+
+
+# rotary settings in the spellings of transformers 4 and 5, and of GPT-NeoX and Gemma 3
+ROTARY = [
+    {"rope_theta": 5e5},
+    {"rotary_emb_base": 5e5},
+    {"rope_local_base_freq": 5e5},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.75}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+]
+# transformers 5 no longer reads these, or the class of the family never did
+UNREAD = {
+    "gpt_neox": ("rope_theta", "partial_rotary_factor"),
+    "hy_v3": ("n_routed_experts", "n_shared_experts", "routed_scaling_factor"),
+    "qwen2_moe": ("num_local_experts",),
+}
+
+
+@pytest.mark.parametrize("family", list(DEFAULTS))
+def test_no_default_competes_with_a_setting_of_the_file(family, tmp_path):
+    """A setting alone in config.json means what it does in the file that transformers saves of it,
+    which has every setting in the newest spelling."""
+    always = {"model_type": family}
+    if family == "deepseek_v2":
+        always["num_experts_per_tok"] = 2
+    config_class = type(transformers.AutoConfig.for_model(family))
+    settings = DEFAULTS[family] | config_class().to_dict()
+    settings |= {
+        name: settings.get(key)
+        for name, key in (ALIASES.get(family, {}) | config_class.attribute_map).items()
+    }
+    changes = [
+        {key: 2 * value}
+        for key, value in settings.items()
+        if type(value) in (int, float) and not key.endswith(("token_id", "default_theta"))
+    ]
+    changes += ROTARY if family != "gpt2" else []
+
+    def read(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        fields, unsupported = model_fields(read_hf_config(tmp_path))
+        return "refused" if unsupported else fields
+
+    num_compared = 0
+    for change in changes:
+        if set(change) & set(UNREAD.get(family, ())):
+            continue
+        if family == "gemma3_text" and isinstance(change.get("rope_parameters"), dict):
+            continue  # nested by kind of layer
+        try:
+            saved = config_class.from_dict(always | deepcopy(change)).to_dict()
+        except Exception:  # transformers refuses the value, as a class of its own
+            continue
+        assert read(always | change) == read(saved | always), change
+        num_compared += 1
+    assert num_compared > 5
 
 
 def test_yarn_attention_factor_as_transformers(tmp_path):
