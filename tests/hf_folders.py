@@ -55,6 +55,7 @@ _SIZES: dict[str, dict] = {
     "qwen3_moe": EXPERTS | {"head_dim": 16},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
     "glm4_moe": DEEPSEEK_EXPERTS | {"head_dim": 16},
+    "dots1": DEEPSEEK_EXPERTS,
     "hy_v3": EXPERTS | {"head_dim": 16, "num_shared_experts": 2},
     "deepseek_v2": DEEPSEEK | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": DEEPSEEK,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.import_config import read_model_config, token_source
-from megatron5d.checkpoint.hf.weights import load_hf_weights
+from megatron5d.checkpoint.hf.import_config import token_source
+from megatron5d.checkpoint.hf.weights import folder_model, load_hf_weights
 from megatron5d.checkpoint.load import load_weights, resolve_checkpoint
 from megatron5d.config.checks import run_checks
 from megatron5d.config.errors import ConfigError, in_options
@@ -50,7 +50,7 @@ class Source:
             ValueError: the folder does not exist or is incomplete.
         """
         if self.hf is not None:
-            config = Config(model=read_model_config(self.hf))
+            config = Config(model=folder_model(self.hf))
         else:
             config = saved_config(self.folder)
         tokenizer = token_source(config)

@@ -14,9 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import saved_config
-from megatron5d.checkpoint.hf.import_config import read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
-from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers
+from megatron5d.checkpoint.hf.weights import folder_model, hf_weights, prediction_layers
 from megatron5d.checkpoint.layout import LazyTensor, overlap, slices
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, file_error, resolve_checkpoint
 from megatron5d.config.convert import to_dict
@@ -141,7 +140,7 @@ def _readers(path: Path, stack: ExitStack) -> dict[str, tuple[Shape, Read]]:
     """Shape of each tensor of a checkpoint or Hugging Face folder, and its reader."""
     if (path / "config.json").is_file():
         stored = stack.enter_context(SafetensorsFolder(path))
-        model = read_model_config(path)
+        model = folder_model(path)
         model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         lazy = hf_weights(model, stored, torch.float64)
         return {key: (tuple(tensor.shape), _lazy_reader(tensor)) for key, tensor in lazy.items()}

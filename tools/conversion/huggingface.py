@@ -10,10 +10,15 @@ from tqdm import tqdm
 
 from megatron5d.checkpoint.folder import saved_config
 from megatron5d.checkpoint.hf.files import check_no_model_files
-from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
+from megatron5d.checkpoint.hf.import_config import read_hf_config
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder, save_folder
 from megatron5d.checkpoint.hf.tensor_table import IGNORED, hf_entries
-from megatron5d.checkpoint.hf.weights import hf_weights, prediction_layers, unread_notes
+from megatron5d.checkpoint.hf.weights import (
+    folder_model,
+    folder_notes,
+    hf_weights,
+    prediction_layers,
+)
 from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
@@ -34,7 +39,7 @@ def from_hf(args: Namespace) -> None:
         ValueError: the folder cannot be read, or `out` has checkpoints.
     """
     hf: Path = args.hf
-    model = read_model_config(hf)
+    model = folder_model(hf)
     check_empty(args.out)
     source = str(hf.resolve())
     with SafetensorsFolder(hf) as stored:
@@ -45,7 +50,7 @@ def from_hf(args: Namespace) -> None:
         dtype = args.dtype or stored_dtype(
             stored.tensors, hf_entries(model, family), IGNORED[family]
         )
-        for note in unread_notes(model, stored):
+        for note in folder_notes(model, stored):
             print(note, file=sys.stderr)
         config = Config(
             model=replace(model, from_hf=source),

@@ -1,8 +1,9 @@
 """Writes an architecture as a Hugging Face config.json, or says why no family computes it.
 
 A family computes a model if its config.json, read back, describes the same function. The files are
-for transformers 5. Version 4 (from 4.46) reads them as well, but ignores
-`original_max_position_embeddings`, so it computes other positions where yarn scales them.
+for transformers 5. Version 4 (from 4.46) reads them as well, with two exceptions: it ignores
+`original_max_position_embeddings`, so it computes other positions where yarn scales them, and its
+OLMo 2 (as of 4.57) checks `rope_scaling` by an older format and refuses scaled positions.
 """
 
 from collections.abc import Mapping

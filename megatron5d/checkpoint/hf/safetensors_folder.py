@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +31,7 @@ from megatron5d.checkpoint.hf.files import (
     weight_files,
     wrong_kind,
 )
-from megatron5d.checkpoint.hf.tensor_table import Entry
+from megatron5d.checkpoint.hf.tensor_table import ANCHORS, Entry
 from megatron5d.checkpoint.layout import Dims, ParameterShards, ReadRectangle, overlap, slices
 from megatron5d.topology.shard_spec import ShardSpec
 
@@ -56,8 +56,17 @@ class SafetensorsFolder:
     """The tensors of a folder with one file or several. A context manager: the files are open
     within it.
 
+    A prefix that all names share, such as torch.compile's `_orig_mod.` or the `module.` of
+    DistributedDataParallel, is stripped.
+
     Args:
         folder: with model.safetensors, or model.safetensors.index.json and the files that it lists.
+
+    Attributes:
+        prefix: that was stripped, or "".
+        tensors: by their names without the prefix.
+        scales: of the FP8 tensors, by these tensors' names.
+        aliases: names that safetensors' save_model left out, and where it stored their tensors.
 
     Raises:
         ValueError: there are no such files, or one is missing or damaged; names it.
@@ -69,11 +78,13 @@ class SafetensorsFolder:
         self._open = ExitStack()
         self._handles: Settings = {}
         self.tensors: dict[str, StoredTensor] = {}
-        self.scales: dict[str, StoredTensor] = {}  # of the FP8 tensors, by their names
+        self.scales: dict[str, StoredTensor] = {}
+        self.aliases: dict[str, str] = {}
         unindexed: list[tuple[str, str]] = []  # (tensor, file) pairs that are not in the index
         for file, indexed in weight_files(self.folder).items():
             handle = self._handle(file)
             stored = set(handle.keys())
+            self.aliases |= handle.metadata() or {}
             names = stored if indexed is None else indexed
             if missing := sorted(set(names) - stored):
                 raise ValueError(
@@ -92,9 +103,18 @@ class SafetensorsFolder:
                 f"({len(unindexed)} such tensors): files of several saves are mixed; copy the "
                 "folder again"
             )
+        self._strip_prefix()
         for name in [name for name, tensor in self.tensors.items() if tensor.dtype == FP8_DTYPE]:
             if name + SCALES in self.tensors:
                 self.scales[name] = self.tensors.pop(name + SCALES)
+
+    def _strip_prefix(self) -> None:
+        self.prefix = prefix = _shared_prefix(self.tensors)
+        self.tensors = {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items()}
+        self.aliases = {
+            alias.removeprefix(prefix): name.removeprefix(prefix)
+            for alias, name in self.aliases.items()
+        }
 
     def __enter__(self) -> SafetensorsFolder:
         return self
@@ -120,7 +140,8 @@ class SafetensorsFolder:
         Returns:
             In its stored dtype; an FP8 tensor with scales is dequantized to fp32.
         """
-        values = self._handle(self.tensors[name].file).get_slice(name)[slices(offset, shape)]
+        stored_name = self.prefix + name
+        values = self._handle(self.tensors[name].file).get_slice(stored_name)[slices(offset, shape)]
         if name not in self.scales:
             return values
         blocks = tuple(
@@ -128,10 +149,21 @@ class SafetensorsFolder:
             for start, extent in zip(offset, shape)
         )
         handle = self._handle(self.scales[name].file)
-        scales = handle.get_slice(name + SCALES)[blocks].float()
+        scales = handle.get_slice(stored_name + SCALES)[blocks].float()
         for dim, (start, extent) in enumerate(zip(offset, shape)):
             scales = scales.repeat_interleave(BLOCK, dim).narrow(dim, start % BLOCK, extent)
         return values.float() * scales
+
+
+def _shared_prefix(names: Collection[str]) -> str:
+    """What precedes every name, if the names behind it are those of a supported family."""
+    modules = os.path.commonprefix(list(names)).split(".")[:-1]
+    prefixes = ["".join(f"{module}." for module in modules[:i]) for i in range(len(modules) + 1)]
+    for anchors in ANCHORS:
+        for prefix in prefixes:
+            if any(prefix + anchor in names for anchor in anchors):
+                return prefix
+    return ""
 
 
 @torch.no_grad()

@@ -33,6 +33,21 @@ BASE_PREFIX = {
     "gpt_neox": "gpt_neox.",
 }
 HEAD = "lm_head.weight"
+_NEOX_HEAD = "embed_out.weight"
+# names of a stored head; transformers 5 calls GPT-NeoX's otherwise in memory than in files
+HEADS = dict.fromkeys(BASE_PREFIX, (HEAD,)) | {"gpt_neox": (_NEOX_HEAD, HEAD)}
+_FINAL_NORMS = {
+    **dict.fromkeys((*DENSE, *SPARSE), "norm"),
+    "gpt2": "ln_f",
+    "gpt_neox": "final_layer_norm",
+}
+TEXT_PREFIX = "language_model."  # of the language model's names beside a vision tower
+# one name of every folder: of whole models, and of those saved without their base prefix
+_WHOLE = {f"{BASE_PREFIX[family]}{norm}.weight" for family, norm in _FINAL_NORMS.items()}
+ANCHORS = (
+    _WHOLE | {TEXT_PREFIX + name for name in _WHOLE},
+    {f"{norm}.weight" for norm in _FINAL_NORMS.values()},
+)
 FUSED = "experts.gate_up_proj"  # the name by which a folder of fused experts is recognized
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # router, its bias and the shared expert, below the module `mlp` of a layer
@@ -109,16 +124,16 @@ def hf_entries(config: ModelConfig, family: str, fused: bool = False) -> list[En
         One entry per stored tensor; together they tile every parameter of the model exactly.
     """
     h, layers = config.hidden_size, blocks(config)
-    embedding, head, norm = "model.embed_tokens.weight", HEAD, "model.norm"
+    embedding, head = "model.embed_tokens.weight", HEADS[family][0]
+    norm = BASE_PREFIX[family] + _FINAL_NORMS[family]
     table: list[Entry] = []
     if family == "gpt2":
-        embedding, norm = "transformer.wte.weight", "transformer.ln_f"
+        embedding = "transformer.wte.weight"
         positions = (config.max_positions, h)
         table = [whole_entry("position_embedding.weight", "transformer.wpe.weight", *positions)]
         table += [entry for i in layers for entry in _gpt2_layer(config, i)]
     elif family == "gpt_neox":
-        embedding, head = "gpt_neox.embed_in.weight", "embed_out.weight"
-        norm = "gpt_neox.final_layer_norm"
+        embedding = "gpt_neox.embed_in.weight"
         table = [entry for i in layers for entry in _neox_layer(config, i)]
     else:
         table = [entry for i in layers for entry in _decoder_layer(config, family, i, fused)]

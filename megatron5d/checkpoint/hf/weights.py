@@ -19,8 +19,9 @@ from megatron5d.checkpoint.hf.safetensors_folder import (
 from megatron5d.checkpoint.hf.tensor_table import (
     BASE_PREFIX,
     FUSED,
-    HEAD,
+    HEADS,
     IGNORED,
+    TEXT_PREFIX,
     Entry,
     hf_entries,
     mtp_copies,
@@ -32,7 +33,6 @@ from megatron5d.config.derived import blocks
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
 
-_TEXT = "language_model."  # prefix of the language model's names beside a vision tower
 Rectangle = tuple[Dims, Dims]  # offset and shape in a global tensor
 
 
@@ -58,7 +58,7 @@ def load_hf_shards(
     multi-token prediction that the folder lacks (checkpoint/new_weights.py).
 
     Folders saved from the bare model (GPT-2 on the hub: `wte.weight`) are read as well, and so are
-    tied models that also store their head, equal to the embedding.
+    tied models that also store their head, equal to the embedding, or only their head.
 
     Args:
         shards: parameters, or slices of them, and the routers' biases; a bias that the architecture
@@ -85,7 +85,7 @@ def load_hf_shards(
         source = _source_model(config, stored)
         entries, ignored = _table(source, stored, _rectangles(shards, source.vocab_size))
         by_name = {entry.name: entry for entry in entries}
-        notes = unread_notes(config, stored) + new_weight_notes(config, by_name, source.vocab_size)
+        notes = folder_notes(config, stored) + new_weight_notes(config, by_name, source.vocab_size)
         check_names(stored, entries, ignored)
 
         def read(name: str, offset: Dims, shape: Dims) -> torch.Tensor:
@@ -93,8 +93,9 @@ def load_hf_shards(
 
         shapes = {name: entry.model_shape for name, entry in by_name.items()}
         shards = fill_new_weights(shards, config, shapes, read, seed)
+        notes += config_differences(config, stored)
     load_shards(shards, entries, folder, ignored)
-    return notes + config_differences(config, folder)
+    return notes
 
 
 def _rectangles(shards: ParameterShards, rows: int) -> dict[str, list[Rectangle]]:
@@ -113,7 +114,7 @@ def _source_model(config: ModelConfig, stored: SafetensorsFolder) -> ModelConfig
     """The architecture without weights that the folder lacks."""
     saved = read_model_config(stored.folder)
     num_mtp_layers = len(prediction_layers(replace(config, num_mtp_layers=0), stored))
-    tied = saved.tie_embeddings and HEAD not in stored.tensors
+    tied = saved.tie_embeddings and stored_head(stored) is None
     return replace(
         config,
         vocab_size=min(config.vocab_size, saved.vocab_size),
@@ -175,62 +176,114 @@ def _table(
     """Entries and ignored names as this folder spells them; `rectangles`: what this rank holds of
     embedding and head."""
     family = read_hf_config(stored.folder)["model_type"]
-    fused = any(name.endswith(f".{FUSED}") for name in stored.tensors)
-    entries = hf_entries(config, family, fused)
-    original = {entry.name: entry for entry in entries}
+    entries = _stored_entries(config, stored)
+    by_name = {entry.name: entry for entry in entries}
     ignored = [*IGNORED[family], *(_layer_names(i) for i in prediction_layers(config, stored))]
+    if any(name.startswith(TEXT_PREFIX) for name in stored.tensors):
+        ignored.append(rf"^(?!{re.escape(TEXT_PREFIX)})")
 
     # embedding and head are stored again beside the layers for multi-token prediction
-    for copy in mtp_copies(config):
-        if copy.stored_name in stored.tensors:
-            ignored.append(f"^{re.escape(copy.stored_name)}$")
-            _check_copy(
-                *(copy.stored_name, original[copy.name], stored, rectangles.get(copy.name, [])),
-                "the multi-token prediction layers of this model share them; set "
-                "model.num_mtp_layers=0 to leave them out",
-            )
-
-    # names may have another prefix, or none
-    if any(name.startswith(_TEXT) for name in stored.tensors):
-        entries = [replace(entry, stored_name=_TEXT + entry.stored_name) for entry in entries]
-        ignored.append(rf"^(?!{re.escape(_TEXT)})")
-    elif not any(name.startswith(BASE_PREFIX[family]) for name in stored.tensors):
-        entries = [
-            replace(entry, stored_name=entry.stored_name.removeprefix(BASE_PREFIX[family]))
-            for entry in entries
-        ]
-    if config.tie_embeddings and HEAD in stored.tensors:
-        ignored.append(f"^{HEAD}$")
-        embedding = next(entry for entry in entries if entry.name == EMBEDDING)
-        _check_copy(
-            *(HEAD, embedding, stored, rectangles.get(EMBEDDING, [])),
-            "model.tie_embeddings=true makes them one; set it to false to load both",
+    copies = {
+        copy.stored_name: (
+            copy.name,
+            f"model.num_mtp_layers={config.num_mtp_layers}",
+            "model.num_mtp_layers=0 (convert.py from-hf: no --mtp) leaves those layers out",
         )
+        for copy in mtp_copies(config)
+        if copy.stored_name in stored.tensors
+    }
+    head = stored_head(stored)
+    if config.tie_embeddings and head is not None:
+        copies[head] = (
+            EMBEDDING,
+            "model.tie_embeddings=true",
+            "model.tie_embeddings=false loads both, as transformers 5 does",
+        )
+    for copy, (name, setting, fix) in copies.items():
+        ignored.append(f"^{re.escape(copy)}$")
+        if not _same(copy, by_name[name], stored, rectangles.get(name, [])):
+            raise ValueError(
+                f"{setting} requires that {copy} and {by_name[name].stored_name} of "
+                f"{stored.folder} be equal (they differ); {fix}"
+            )
     return entries, ignored
 
 
-def _check_copy(
-    copy: str, original: Entry, stored: SafetensorsFolder, rectangles: list[Rectangle], reason: str
-) -> None:
-    """Makes sure that a tensor which the folder stores twice is the same both times. Each rank
-    compares its own rows.
+def _stored_entries(config: ModelConfig, stored: SafetensorsFolder) -> list[Entry]:
+    """Table of a model's tensors by the names that this folder has for them."""
+    settings = read_hf_config(stored.folder)
+    family, tied = settings["model_type"], settings["tie_word_embeddings"]
+    fused = any(name.endswith(f".{FUSED}") for name in stored.tensors)
+    base, head = BASE_PREFIX[family], stored_head(stored)
+    in_tower = any(name.startswith(TEXT_PREFIX) for name in stored.tensors)
+    bare = not any(name.startswith(base) for name in stored.tensors)
+
+    def stored_name(entry: Entry) -> str:
+        name = entry.stored_name
+        if in_tower:
+            name = TEXT_PREFIX + name
+        elif bare:
+            name = name.removeprefix(base)
+        if name in stored.tensors:
+            return name
+        if entry.name == "head.weight" or (entry.name == EMBEDDING and tied):
+            name = head or name
+        return stored.aliases.get(name, name)
+
+    entries = hf_entries(config, family, fused)
+    return [replace(entry, stored_name=stored_name(entry)) for entry in entries]
+
+
+def stored_head(stored: SafetensorsFolder) -> str | None:
+    """Name of the folder's head; None where it stores none."""
+    heads = HEADS[read_hf_config(stored.folder)["model_type"]]
+    names = (*(TEXT_PREFIX + head for head in heads), *heads)
+    return next((name for name in names if name in stored.tensors), None)
+
+
+def folder_model(folder: str | Path) -> ModelConfig:
+    """Architecture of a folder: that of config.json, but not tied where the folder stores a head
+    that differs from the embedding, as transformers 5 and vLLM load it.
 
     Raises:
-        ValueError: they differ.
+        ValueError: as `read_model_config`, or the weights cannot be read.
     """
+    model = read_model_config(folder)
+    if not model.tie_embeddings:
+        return model
+    with SafetensorsFolder(folder) as stored:
+        head, entries = stored_head(stored), _stored_entries(model, stored)
+        embedding = next(entry for entry in entries if entry.name == EMBEDDING)
+        whole: Rectangle = ((0, 0), embedding.stored_shape)
+        tied = head is None or _same(head, embedding, stored, [whole])
+    return replace(model, tie_embeddings=tied)
+
+
+def _same(
+    copy: str, original: Entry, stored: SafetensorsFolder, rectangles: list[Rectangle]
+) -> bool:
+    """Whether a tensor that the folder stores twice is the same both times, in these rectangles."""
     name = original.stored_name
     same_shape = name in stored.tensors and stored.tensors[copy].shape == original.stored_shape
-    if not same_shape or not all(
-        torch.equal(stored.read(copy, *rectangle), stored.read(name, *rectangle))
+    return same_shape and all(
+        bool((stored.read(copy, *rectangle) == stored.read(name, *rectangle)).all())
         for rectangle in rectangles
-    ):
-        raise ValueError(f"{stored.folder} stores {copy} and {name}, which differ, but {reason}")
+    )
 
 
-def unread_notes(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
-    """A log line for each part of a folder that the model does not use."""
+def folder_notes(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
+    """A log line for each part of a folder that the model does not use, or uses in another way than
+    config.json says."""
     notes = []
-    num_other = sum(not name.startswith(_TEXT) for name in stored.tensors)
+    if stored.prefix:
+        notes.append(f"{stored.folder}: all names begin with {stored.prefix}, which is stripped")
+    if _is_untied(config, stored):
+        notes.append(
+            f"{stored.folder}: {stored_head(stored)} is loaded as a head of its own, as "
+            f"transformers 5 does, although {stored.folder / 'config.json'} has "
+            "tie_word_embeddings = true"
+        )
+    num_other = sum(not name.startswith(TEXT_PREFIX) for name in stored.tensors)
     if 0 < num_other < len(stored.tensors):
         notes.append(
             f"{stored.folder}: {num_other} tensors outside its language model are not read"
@@ -257,11 +310,19 @@ def _layer_names(i: int) -> str:
     return rf"(^|\.)layers\.{i}\."
 
 
-def config_differences(config: ModelConfig, folder: str | Path) -> list[str]:
+def _is_untied(config: ModelConfig, stored: SafetensorsFolder) -> bool:
+    """Whether a model loads the head that a folder stores, though its config.json ties it."""
+    tied = read_model_config(stored.folder).tie_embeddings
+    return tied and not config.tie_embeddings and stored_head(stored) is not None
+
+
+def config_differences(config: ModelConfig, stored: SafetensorsFolder) -> list[str]:
     """A log line for every field in which the folder's config.json computes another function."""
-    fields = differing_fields(config, read_model_config(folder))
+    fields = differing_fields(config, read_model_config(stored.folder))
     fields.pop("num_mtp_layers", None)  # no config.json says how many are used
+    if _is_untied(config, stored):
+        fields.pop("tie_embeddings")
     return [
-        f"model.{field}: {value} here, {saved} in {Path(folder) / 'config.json'}"
+        f"model.{field}: {value} here, {saved} in {stored.folder / 'config.json'}"
         for field, (value, saved) in fields.items()
     ]

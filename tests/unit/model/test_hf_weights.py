@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron5d.checkpoint.hf.export_config import hf_config_from_model
-from megatron5d.checkpoint.hf.import_config import read_model_config
+from megatron5d.checkpoint.hf.import_config import read_hf_config, read_model_config
 from megatron5d.checkpoint.hf.safetensors_folder import (
     SafetensorsFolder,
     save_folder,
     stored_tensors,
 )
 from megatron5d.checkpoint.hf.tensor_table import hf_entries
-from megatron5d.checkpoint.hf.weights import hf_weights, load_hf_weights, unread_notes
+from megatron5d.checkpoint.hf.weights import folder_notes, hf_weights, load_hf_weights
 from megatron5d.checkpoint.load import WEIGHT_PREFIX
 from megatron5d.config.schema import ModelConfig
 from megatron5d.topology.shard_spec import Piece, ShardSpec, new_parameter
@@ -123,7 +123,7 @@ def test_a_language_model_beside_a_vision_tower(tmp_path):
             for offset in lazy.shards:
                 part = lazy.values(offset)
                 assert torch.equal(part, rectangle({name: tensor}, name, offset, part.shape))
-        (told,) = unread_notes(model, stored)
+        (told,) = folder_notes(model, stored)
     num_other = len(load_file(tmp_path / "model.safetensors")) - len(state)
     assert f"{num_other} tensors outside its language model are not read" in told
 
@@ -337,7 +337,7 @@ def test_export_loads_in_transformers_with_equal_logits(folders, case, tmp_path)
     theirs, single, _ = folders[case]
     config = read_model_config(single)
     whole = whole_tensors(config, theirs)
-    entries = hf_entries(config, case.split(",")[0])
+    entries = hf_entries(config, read_hf_config(single)["model_type"])
     tensors = stored_tensors(entries, lambda *part: rectangle(whole, *part), torch.float32)
     save_folder(tmp_path, tensors, max_shard_bytes=20_000)
     (tmp_path / "config.json").write_text(json.dumps(hf_config_from_model(config, "fp32")))
