@@ -22,7 +22,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.sharded_state import decay_of, is_frozen, scale_of
 from megatron5d.parity.differences import tensor_differences
-from megatron5d.parity.inputs import make_rows, micro_batch, perturb
+from megatron5d.parity.inputs import make_rows, micro_batch, perturb, with_gaps
 from megatron5d.parity.run import train_on_rank
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.topology.mesh import build_mesh
@@ -206,8 +206,15 @@ def assert_parity(
     rows=None,
 ) -> None:
     """Loss, every gradient, gradient norm and the weights after some steps equal the one-process
-    reference."""
-    rows = make_rows(config, steps, ignored=ignored) if rows is None else rows
+    reference.
+
+    Args:
+        ignored: largest share of a row that is padding at its end; if not 0, some rows of the last
+            step also have padding inside.
+    """
+    if rows is None:
+        rows = make_rows(config, steps, ignored=ignored)
+        rows = with_gaps(rows, config.train.gbs) if ignored else rows
     truth = reference_run(config, rows, steps)
     outcome, grads, weights = layout_run(config, world, rows, steps)
     assert not (constant := constant_choices(config, truth)), (

@@ -83,7 +83,12 @@ def latent_heads(x, w, name, c, positions, theta):
     return torch.cat((q_nope, q_pe), -1), torch.cat((k_nope, k_pe), -1), v, None
 
 
-def attention(x, w, name, c, positions, documents, windowed):
+def document_starts(positions):
+    """Index [b, s] at which each token's document begins; 0 without a document mask."""
+    return torch.arange(positions.shape[1]) - positions
+
+
+def attention(x, w, name, c, positions, padding, windowed):
     theta = c.window_rope_theta if windowed and c.window_rope_theta else c.rope_theta
     heads = latent_heads if c.attention == "mla" else grouped_heads
     q, k, v, gate = heads(x, w, name, c, positions, theta)  # [b, a, s, d]
@@ -94,8 +99,10 @@ def attention(x, w, name, c, positions, documents, windowed):
     visible = column <= row if c.attention_causal else torch.ones_like(column <= row)
     if c.attention_window is not None and windowed:
         visible = visible & ((row - column).abs() < c.attention_window)
-    if documents is not None:
-        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+    starts = document_starts(positions)
+    visible = visible & (starts[:, None, :, None] == starts[:, None, None, :])
+    if padding is not None:  # which sees itself: its output is not read, and must not be NaN
+        visible = visible & (~padding[:, None, None, :] | (row == column))
     scores = scores.masked_fill(~visible, -math.inf)
     if c.attention_sinks:
         sinks = w[f"{name}.sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
@@ -252,7 +259,7 @@ def is_moe(c, i):
     return c.num_experts > 0 and i >= c.first_k_dense and (i + 1) % c.moe_interval == 0
 
 
-def block(x, w, i, c, positions, documents, *, moe, **routing):
+def block(x, w, i, c, positions, padding, *, moe, **routing):
     layer = f"layers.{i}"
 
     def pre_norm(x, branch):
@@ -263,7 +270,7 @@ def block(x, w, i, c, positions, documents, *, moe, **routing):
 
     windowed = c.window_layers is None or min(i, c.num_layers - 1) in c.window_layers
     normed = pre_norm(x, "attention")
-    y = attention(normed, w, f"{layer}.attention", c, positions, documents, windowed)
+    y = attention(normed, w, f"{layer}.attention", c, positions, padding, windowed)
     first = post_norm(y, "attention")
     if c.parallel_block != "one_norm":
         normed = pre_norm(x if c.parallel_block == "two_norms" else x + first, "mlp")
@@ -274,13 +281,13 @@ def block(x, w, i, c, positions, documents, *, moe, **routing):
     return x + first + post_norm(y, "mlp")
 
 
-def trunk(w, c, tokens, positions, documents, **routing):
+def trunk(w, c, tokens, positions, padding, **routing):
     """Maps tokens int64 [b, s] -> normed output of the last layer [b, s, h]."""
     x = w["embedding.weight"][tokens] * c.embedding_scale
     if c.position == "learned":
         x = x + w["position_embedding.weight"][positions]
     for i in range(c.num_layers):
-        x = block(x, w, i, c, positions, documents, **routing)
+        x = block(x, w, i, c, positions, padding, **routing)
     return norm(x, w, "final_norm", c)
 
 
@@ -289,13 +296,12 @@ def head(x, w, c):
     return c.logit_softcap * torch.tanh(out / c.logit_softcap) if c.logit_softcap else out
 
 
-def logits(w, c, tokens, positions=None, documents=None):
+def logits(w, c, tokens):
     """Maps tokens int64 [b, s] -> [b, s, vocab]."""
-    if positions is None:
-        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     real = torch.ones(*tokens.shape, 1, dtype=w["embedding.weight"].dtype)
     routing = {"moe": MoeConfig(), "mbs": 1, "real": real, "figures": {}, "noise": (0, None)}
-    return head(trunk(w, c, tokens, positions, documents, **routing), w, c)
+    return head(trunk(w, c, tokens, positions, None, **routing), w, c)
 
 
 def cross_entropy(z, labels):
@@ -320,14 +326,14 @@ def mtp_loss(h, w, c, batch, **routing):
         # no token between is padding
         for j in range(k) if batch.padding is not None else ():
             mask[:, :last] *= ~batch.padding[:, j : j + last]
-        if batch.documents is not None:
-            mask[:, :last] *= batch.documents[:, k:] == batch.documents[:, :last]
+        starts = document_starts(batch.positions)
+        mask[:, :last] *= starts[:, k:] == starts[:, :last]
         name = f"layers.{i}.mtp"
         embedded = w["embedding.weight"][tokens] * c.embedding_scale
         embedded = norm(embedded, w, f"{name}.embedding_norm", c)
         x = torch.cat((embedded, norm(h, w, f"{name}.hidden_norm", c)), -1)
         x = x @ w[f"{name}.join.weight"].T
-        x = block(x, w, i, c, batch.positions, batch.documents, **routing)
+        x = block(x, w, i, c, batch.positions, batch.padding, **routing)
         h = norm(x, w, f"{name}.final_norm", c)
         if mask.sum() > 0:
             loss, _ = cross_entropy(head(h, w, c), labels)
@@ -343,7 +349,7 @@ def losses(w, c, batch, train=None, moe=None, mbs=1):
     train, moe = train or TrainConfig(), moe or MoeConfig()
     routing = {"moe": moe, "mbs": mbs, "real": real, "figures": figures}
     routing["noise"] = train.seed, batch.samples
-    h = trunk(w, c, batch.tokens, batch.positions, batch.documents, **routing)
+    h = trunk(w, c, batch.tokens, batch.positions, batch.padding, **routing)
     token_loss, lse = cross_entropy(head(h, w, c), batch.labels)
     count = batch.loss_mask.sum()
     loss = (token_loss * batch.loss_mask).sum() / count

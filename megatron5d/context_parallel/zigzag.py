@@ -28,8 +28,8 @@ class Mask:
 
     causal: bool = True  # only keys at or before the query
     window: int | None = None  # only keys less than this many rows away; None = at any distance
-    # `[b, s]`: the number of each row's document, increasing along a sequence; a query sees only
-    # keys of its document; None = one document
+    # `[b, s]`: the number of each row's document, at least 0; a query sees only keys of its
+    # document, which padding may interrupt; None = one document
     documents: Documents | None = None
 
 
@@ -173,9 +173,9 @@ def _chunk_distances(layout: SequenceLayout) -> np.ndarray:
 
 
 def _chunk_documents(layout: SequenceLayout, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last document of each chunk, `[b, chunks]` each."""
+    """The least and the greatest document of each chunk, `[b, chunks]` each."""
     by_chunk = np.asarray(documents).reshape(-1, layout.num_chunks, layout.chunk_rows)
-    return by_chunk[:, :, 0], by_chunk[:, :, -1]
+    return by_chunk.min(2), by_chunk.max(2)
 
 
 def _sees_any(layout: SequenceLayout, mask: Mask) -> np.ndarray:
@@ -223,22 +223,22 @@ def _merge_calls(calls: list[Call]) -> list[Call]:
 def chunk_pairs(layout: SequenceLayout, mask: Mask) -> np.ndarray:
     """Number of visible query-key pairs of each chunk's queries, int64 `[chunks]`."""
     rows = np.arange(layout.seq_len)
-    # the first and the end of the keys that each row sees: those of its document
-    first, end = np.zeros((1, rows.size), rows.dtype), np.full((1, rows.size), rows.size)
-    if mask.documents is not None:
-        numbers = np.asarray(mask.documents)
-        begins = np.concatenate(
-            (np.ones_like(numbers[:, :1], bool), numbers[:, 1:] != numbers[:, :-1]), 1
-        )
-        first = np.maximum.accumulate(np.where(begins, rows, 0), 1)
-        next_begins = np.where(begins, rows, rows.size)[:, :0:-1]
-        end = np.full_like(first, rows.size)
-        end[:, :-1] = np.minimum.accumulate(next_begins, 1)[:, ::-1]
+    # the first and the end of the rows that a row may see
+    first, end = np.zeros_like(rows), np.full_like(rows, rows.size)
     if mask.causal:
-        end = np.minimum(end, rows + 1)
+        end = rows + 1
     if mask.window is not None:
         first, end = np.maximum(first, rows - mask.window + 1), np.minimum(end, rows + mask.window)
-    return (end - first).sum(0).reshape(layout.num_chunks, -1).sum(1)
+    counts = end - first
+    if mask.documents is not None:
+        # Rows of one document and sequence are adjacent in `ordered`, by their position.
+        numbers = np.asarray(mask.documents)
+        sequences = np.arange(len(numbers))[:, None]
+        origin = (sequences * (numbers.max() + 1) + numbers) * rows.size
+        ordered = np.sort(origin + rows, axis=None)
+        counts = np.searchsorted(ordered, origin + end) - np.searchsorted(ordered, origin + first)
+        counts = counts.sum(0)
+    return counts.reshape(layout.num_chunks, -1).sum(1)
 
 
 def visible_pairs(layout: SequenceLayout, mask: Mask) -> list[int]:

@@ -41,13 +41,13 @@ def make_micro_batch(
 
     The label of a document's last token is the first token of the next document. Its loss counts,
     as in Megatron, unless `eod_mask_loss` is set. A prediction at padding, or of padding, never
-    counts. Attention excludes padding: where a token could see it, consecutive padding is a
-    separate document, and the tokens after it another.
+    counts. No token sees padding, and padding hides no token from another.
 
     Args:
         rows: int64 `[b, s+1]`; IGNORED for padding.
         seq_len: tokens of a sequence, filled up with padding; None = those of a sample.
-        document_mask: number the documents of each row and restart positions in each document.
+        document_mask: number the documents of each row and restart positions at the first token of
+            each document, which padding may precede.
         eod: id of the end-of-document token; a new document begins after each.
         eod_mask_loss: ignore the prediction at an end-of-document token.
         document_starts: offsets of documents, one array per row; used if there is no `eod`.
@@ -72,14 +72,15 @@ def make_micro_batch(
     loss_mask = ((labels != IGNORED) & ~makes_no_prediction).float()
     tokens = inputs.masked_fill(ignored, 0)
     padding = ignored if ignored.any() else None
-    begins = torch.zeros_like(ignored)
+    documents, positions = None, torch.arange(inputs.shape[1]).repeat(len(inputs), 1)
     if document_mask:
-        begins = _document_begins(inputs, eod, document_starts)
+        documents = _document_begins(inputs, eod, document_starts).long().cumsum(1)
+        positions = _positions_in_documents(documents, ignored)
     # With a causal mask, only padding before a token is visible.
-    visible_padding = ignored & (~ignored).flip(1).cummax(1).values.flip(1) if causal else ignored
-    begins[:, 1:] |= visible_padding[:, 1:] != visible_padding[:, :-1]
-    positions = positions_from_begins(begins & document_mask)
-    documents = begins.long().cumsum(1) if document_mask or visible_padding.any() else None
+    if ((ignored[:, :-1] & ~ignored[:, 1:]) if causal else ignored).any():
+        # Padding is separate, but beside the document that it lies in: block masks skip ranges of
+        # documents, so numbers far apart would make each block with padding visit all others.
+        documents = ignored.long() if documents is None else 2 * documents + ignored
     return MicroBatch(tokens, labels, loss_mask, positions, documents, padding)
 
 
@@ -99,18 +100,12 @@ def _document_begins(
     return begins
 
 
-def positions_from_begins(begins: Tensor) -> Tensor:
-    """Positions that restart at 0 where documents begin.
-
-    Args:
-        begins: bool `[b, s]`; the first column counts as a beginning in any case.
-
-    Returns:
-        int64 `[b, s]`.
-    """
-    index = torch.arange(begins.shape[1]).expand(begins.shape)
-    latest = torch.where(begins, index, 0).cummax(dim=1).values
-    return index - latest
+def _positions_in_documents(documents: Tensor, padding: Tensor) -> Tensor:
+    """Positions int64 `[b, s]` that restart at 0 at the first token of each document."""
+    index = torch.arange(documents.shape[1]).expand(documents.shape)
+    latest = documents.masked_fill(padding, -1).cummax(1).values
+    begins = F.pad(latest[:, 1:] != latest[:, :-1], (1, 0))
+    return index - torch.where(begins, index, 0).cummax(1).values
 
 
 _SEQUENCES = (  # fields of a micro-batch whose last dim is the sequence

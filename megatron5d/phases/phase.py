@@ -84,7 +84,8 @@ class MicroBatch:
     loss_mask: Tensor  # fp32 [b, s/cp]: 1 where the prediction counts, 0 where it does not
     # int64 [b, s/cp]: position in the sequence, or in its document under data.document_mask
     positions: Tensor
-    # int64 [b, s]: index of the document; None = no document mask, or it is part of `context`
+    # int64 [b, s]: number of the document, another where it is padding; None = all inputs see each
+    # other as far as the model's masks allow, or it is part of `context`
     documents: Tensor | None
     padding: Tensor | None = None  # bool [b, s/cp]: True where the input is padding; None = nowhere
     # int64 [b], in training: index of each sequence among all that the run reads

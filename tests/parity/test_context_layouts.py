@@ -38,6 +38,7 @@ def test_packed_documents_with_tensor_parallel(method):
     assert_parity(
         documents(config_of("llama_gqa", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])),
         world=2 * cp,
+        ignored=0.3,
     )
 
 
@@ -53,11 +54,12 @@ def test_all_at_once():
     config = config_of(
         "mqa_qk_norm", cp=2, tp=2, sp=True, zero=1, gbs=4, recompute=RecomputeConfig("full")
     )
-    assert_parity(documents(config), world=8)
+    assert_parity(documents(config), world=8, ignored=0.3)
 
 
 @pytest.mark.parametrize(
     ("model", "method"), [("full", "ring"), ("full_window_sinks", "two_level")]
 )
 def test_masks_that_look_behind(model, method):
-    assert_parity(documents(config_of(model, cp=4, mbs=4, **METHODS[method])), world=4, steps=2)
+    config = documents(config_of(model, cp=4, mbs=4, **METHODS[method]))
+    assert_parity(config, world=4, ignored=0.3)

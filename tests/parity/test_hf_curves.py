@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_folders import random_model, tiny_config
 from runs import records, train_on_ranks
 from transformers_fp64 import model_in_fp64
 
@@ -153,26 +154,81 @@ def test_loss_and_gradient_norm_of_every_step(case, layout, tmp_path):
     np.testing.assert_allclose(got, wanted, rtol=1e-9)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_padding_as_transformers_leaves_it_out(layout, tmp_path):
-    """One step over rows padded at either end, a row of padding alone, and the row behind it."""
+GAPS = [
+    (0, 0, 3),
+    (1, 5, SEQ),
+    (2, 0, SEQ),
+    (3, 6, 10),
+    (4, 2, 4),
+    (4, 9, 11),
+    (6, 0, 1),
+    (6, 7, 8),
+]
+DOCUMENTS = [SEQ * 3 + 3, SEQ * 3 + 10, SEQ * 4 + 9, SEQ * 5, SEQ * 7 + 5]  # where they begin
+# family, keys of the run, and layout
+PADDED = {
+    **{
+        family: (family, [], "one")
+        for family in ("mistral", "gemma2", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3")
+    },
+    **{f"llama {layout}": ("llama", [], layout) for layout in LAYOUTS},
+    "documents": ("gpt2", ["data.document_mask=true"], "one"),
+    "documents tp, sp": ("llama", ["data.document_mask=true"], "tp, sp"),
+    "bidirectional": ("llama", ["model.attention_causal=false"], "one"),
+}
+
+
+def padded_corpus(prefix):
+    """Rows with padding at either end, between tokens and throughout, by itself and in documents of
+    an .idx."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, (GBS + 1, SEQ)).astype(np.int32)
-    tokens[0, :3] = tokens[1, 5:] = tokens[2] = -100
-    writer = IndexedWriter(tmp_path / "data", np.int32)
-    writer.add_document(np.maximum(tokens, 0).flatten())
+    writer = IndexedWriter(prefix, np.int32)
+    for document in np.split(tokens.flatten(), DOCUMENTS):
+        writer.add_document(document)
     writer.finalize()
-    tokens.tofile(tmp_path / "data.bin")
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).save_pretrained(tmp_path)
-    flat = torch.from_numpy(tokens.flatten().astype(np.int64))
+    for row, begin, end in GAPS:
+        tokens[row, begin:end] = -100
+    tokens.tofile(f"{prefix}.bin")
+    return torch.from_numpy(tokens.flatten().astype(np.int64))
+
+
+def visible_and_positions(is_token, keys):
+    """Mask `[b, 1, s, s]` and positions `[b, s]`, by loops over what the keys of a run mean."""
+    positions = torch.arange(SEQ).repeat(GBS, 1)
+    owner = torch.zeros_like(positions)
+    if "data.document_mask=true" in keys:
+        for row in range(GBS):
+            firsts: dict[int, int] = {}
+            for p in range(SEQ):
+                owner[row, p] = sum(begin <= row * SEQ + p for begin in DOCUMENTS)
+                if is_token[row, p]:
+                    positions[row, p] = p - firsts.setdefault(int(owner[row, p]), p)
+    visible = is_token[:, None, :] & (owner[:, :, None] == owner[:, None, :])
+    if "model.attention_causal=false" not in keys:
+        visible = visible.tril()
+    return (visible | torch.eye(SEQ, dtype=torch.bool))[:, None], positions
+
+
+@pytest.mark.parametrize("case", PADDED)
+def test_padding_as_transformers_leaves_it_out(case, tmp_path):
+    """It is no key, and all else stays visible: loss and gradient norm."""
+    family, keys, layout = PADDED[case]
+    flat = padded_corpus(tmp_path / "data")
+    hf_config = CONFIGS[family]() if family in CONFIGS else tiny_config(family)
+    random_model(hf_config).save_pretrained(tmp_path)
     batch = torch.stack([flat[i * SEQ : (i + 1) * SEQ + 1] for i in range(GBS)])
-    inputs, labels = batch[:, :-1], batch[:, 1:].masked_fill(batch[:, :-1] == -100, -100)
+    inputs, is_token = batch[:, :-1].clamp(min=0), batch[:, :-1] != -100
+    labels = batch[:, 1:].masked_fill(~is_token, -100)
+    visible, positions = visible_and_positions(is_token, keys)
     with model_in_fp64(tmp_path) as model:
-        kept = (inputs != -100).long()
-        logits = model(
-            inputs.clamp(min=0), attention_mask=kept, position_ids=torch.arange(SEQ)[None]
-        ).logits
-        wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+        mask = is_token.long()
+        if keys:
+            mask = torch.zeros(visible.shape, dtype=torch.float64)
+            mask.masked_fill_(~visible, torch.finfo(torch.float64).min)
+        logits = model(inputs, attention_mask=mask, position_ids=positions).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     world, overrides = LAYOUTS[layout]
     words = [
         f"model.from_hf={tmp_path}",
@@ -182,17 +238,16 @@ def test_padding_as_transformers_leaves_it_out(layout, tmp_path):
         "data.order=sequential",
         f"train.gbs={GBS}",
         f"train.seq_len={SEQ}",
+        "moe.balance=[none]",
         "precision.dtype=fp64",
         f"log.jsonl={tmp_path / 'log.jsonl'}",
         "log.progress=false",
+        *keys,
         *overrides,
     ]
-    assert (
-        train_on_ranks(
-            load_config(words, world=world, model_readers={"from_hf": model_config_from_hf}), world
-        )
-        == [0] * world
-    )
+    config = load_config(words, world=world, model_readers={"from_hf": model_config_from_hf})
+    assert train_on_ranks(config, world) == [0] * world
     (record,) = records(tmp_path / "log.jsonl")
     assert record["tokens"] == (labels != -100).sum()
-    assert record["loss"] == pytest.approx(wanted, rel=1e-9)
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-9)
+    assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-9)

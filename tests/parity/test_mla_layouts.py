@@ -53,7 +53,9 @@ def test_packed_documents_with_tensor_parallel(method):
     """tp = 2 leaves two heads a rank: Ulysses can then go over two ranks."""
     cp = 2 if METHODS[method]["cp_method"] == "ulysses" else 4
     assert_parity(
-        documents(config_of("mla", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])), world=2 * cp
+        documents(config_of("mla", cp=cp, tp=2, sp=True, mbs=4, **METHODS[method])),
+        world=2 * cp,
+        ignored=0.3,
     )
 
 

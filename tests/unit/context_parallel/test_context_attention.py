@@ -18,7 +18,10 @@ from megatron5d.kernels import attention
 from megatron5d.topology.axis import Axis
 
 S, B, A, D, DV = 48, 2, 8, 6, 4
-DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 30 + [3] * 12, [0] * 1 + [1] * 1 + [2] * 46])
+# the second row has a document that padding interrupts
+DOCUMENTS = torch.tensor(
+    [[0] * 5 + [1] + [2] * 30 + [3] * 12, [0] + [1] + [2] * 7 + [3] * 13 + [2] * 9 + [3] * 17]
+)
 MASKS = {
     "causal": {},
     "window": {"window": 7},

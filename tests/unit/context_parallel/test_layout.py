@@ -19,7 +19,11 @@ from megatron5d.context_parallel.zigzag import (
     visible_pairs,
 )
 
-DOCUMENTS = [[0] * 5 + [1] * 1 + [2] * 20 + [3] * 22, [0] * 48]
+# the second row is one document with padding before, within and behind it
+DOCUMENTS = [
+    [0] * 5 + [1] * 1 + [2] * 20 + [3] * 22,
+    [1] * 3 + [0] * 8 + [1] * 14 + [0] * 6 + [1] * 1 + [0] * 6 + [1] * 10,
+]
 MASKS = [
     Mask(causal, window, documents)
     for causal in (True, False)

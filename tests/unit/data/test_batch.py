@@ -115,16 +115,20 @@ def test_padding_neither_predicts_nor_is_seen(rows, causal, document_mask, eod_m
     real, (b, s) = rows != IGNORED, batch.tokens.shape
     speaks = real & (rows != EOD) if eod_mask_loss else real
     documents = torch.zeros(b, s) if batch.documents is None else batch.documents
+    owner = torch.zeros(b, s)
+    if document_mask:
+        owner[:, 1:] = (rows[:, : s - 1] == EOD).cumsum(1)
     for r in range(b):
         for p in range(s):
             assert batch.loss_mask[r, p] == (speaks[r, p] and real[r, p + 1])
             for k in range(1, depths + 1):
-                alike = p + k < s and documents[r, p] == documents[r, p + k]
+                alike = p + k < s and owner[r, p] == owner[r, p + k]
                 assert batch.ahead_mask[k - 1, r, p] == (
                     alike and bool(speaks[r, p + k]) and bool(real[r, p : p + k + 2].all())
                 )
-            for other in range(p if causal else s):
-                if real[r, p] and not real[r, other]:
-                    assert documents[r, p] != documents[r, other]
-    if not document_mask:
-        assert torch.equal(batch.positions, torch.arange(s).expand(b, s))
+            for other in range(p + 1 if causal else s):
+                seen = real[r, other] and owner[r, p] == owner[r, other]
+                assert not real[r, p] or (documents[r, p] == documents[r, other]) == seen
+            if real[r, p]:
+                first = (real[r, :s] & (owner[r] == owner[r, p])).nonzero()[0]
+                assert batch.positions[r, p] == (p - first if document_mask else p)
