@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -131,9 +130,9 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--certificate {options.certificate}: its folder is not writable")
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps requires at least 1 (got {options.steps})")
-    if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
+    if options.tolerance is not None and options.tolerance < 0:
         raise ValueError(f"--tolerance requires a number >= 0 (got {options.tolerance})")
-    if not 0 < options.timeout < math.inf:
+    if options.timeout <= 0:
         raise ValueError(f"--timeout requires seconds > 0 (got {options.timeout})")
 
 

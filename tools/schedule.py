@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # run as a script from a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron5d.config.command_line import print_anywhere
+from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code, in_options, names_option
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import Program, placement_name
@@ -68,11 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="schedule.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OptionParser(prog="schedule.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_show, _add_simulate, _add_compare, _add_search, _add_verify):
         add(commands)
@@ -91,9 +87,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0 (got {amount:g})")
     for name in ("activation_bytes", "embedding", "head", "dense", "evaluations", "seed"):
         amount = getattr(options, name, None)
-        if amount is not None and not 0 <= amount < math.inf:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} must be finite and at least 0 (got {amount:g})")
+        if amount is not None and amount < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0 (got {amount:g})")
     try:
         return options.run(options)
     except ValueError as error:

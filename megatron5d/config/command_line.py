@@ -8,6 +8,7 @@ positional words such as overrides anywhere between them.
 import argparse
 import atexit
 import io
+import math
 import os
 import signal
 import sys
@@ -195,10 +196,17 @@ def help_text(folders: Sequence[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _finite(text: str) -> float:
+    """Parses a number: nan and inf pass most comparisons with a limit."""
+    if not math.isfinite(number := float(text)):
+        raise argparse.ArgumentTypeError(f"requires a finite number (got {text})")
+    return number
+
+
 class OptionParser(argparse.ArgumentParser):
     """An ArgumentParser whose positional words may be anywhere, also with subcommands.
 
-    Descriptions keep their line breaks.
+    Descriptions keep their line breaks. Options of type float are finite.
     """
 
     _words: argparse.Action | None = None
@@ -206,6 +214,7 @@ class OptionParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options)
+        self.register("type", float, _finite)
 
     def add_words(self, name: str, **options: Any) -> None:
         """Adds a positional argument of several words; takes the options of `add_argument`."""

@@ -25,10 +25,10 @@ def check_options(options: argparse.Namespace) -> None:
     """
     for name in ("node", "network_gbps", "link_gbps", "tflops", "count"):
         value = getattr(options, name, None)
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0 (got {value:g})")
     imbalance = getattr(options, "imbalance", None)
-    if imbalance is not None and not 1 <= imbalance < float("inf"):
+    if imbalance is not None and imbalance < 1:
         raise ValueError(f"--imbalance must be at least 1, an even share (got {imbalance:g})")
     size = getattr(options, "device_gb", None)
     if size is not None and not 0 < size < 1e9:

@@ -1,8 +1,10 @@
 """`--help` and bad options of every tool are answered before torch is imported, which takes
 seconds."""
 
+import argparse
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 from megatron5d.checkpoint.hf.export_config import ARCHITECTURE
 from megatron5d.checkpoint.hf.families import DEFAULTS, RENAMED
+from megatron5d.config import command_line
 from megatron5d.tools import convert
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,3 +89,42 @@ def test_tools_answer_without_torch(option, code):
     assert len(TOOLS) >= 13 and codes == [f"exit code {code}"] * len(TOOLS)
     printed = run.stdout if code == 0 else run.stderr
     assert printed.count("usage: ") == len(TOOLS)
+
+
+def actions_of(parser):
+    """Every option of a parser and its subcommands, with the parser that it belongs to."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from actions_of(command)
+        else:
+            yield parser, action
+
+
+def test_every_number_of_every_tool_is_finite(monkeypatch):
+    parsers = []
+
+    def capture(parser, *_):
+        parsers.append(parser)
+        raise SystemExit
+
+    monkeypatch.setattr(command_line.OptionParser, "parse_known_args", capture)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", capture)
+    monkeypatch.setattr(command_line, "print_anywhere", lambda *_: None)
+    for tool in TOOLS:
+        monkeypatch.setattr(sys, "argv", [str(tool)])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(tool), run_name="__main__")
+    assert len(parsers) == len(TOOLS)
+    numbers = [
+        (parser, action)
+        for tool_parser in parsers
+        for parser, action in actions_of(tool_parser)
+        if action.type is not None and action.type is not Path
+    ]
+    for parser, action in numbers:
+        for value in ("nan", "inf", "-inf"):
+            with pytest.raises(argparse.ArgumentError):
+                parser._get_value(action, value)
+    floats = [action for _, action in numbers if action.type is float]
+    assert len(floats) > 20

@@ -218,15 +218,14 @@ def test_verify_a_file(capsys, tmp_path):
         ),
         (
             ("search", *SIZES, "--memory", "1", "--evaluations", "-1"),
-            "--evaluations must be finite and at least 0 (got -1)",
+            "--evaluations must be at least 0 (got -1)",
         ),
-        (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed must be finite"),
+        (("search", *SIZES, "--evaluations", "1", "--seed", "-1"), "--seed must be at least 0"),
         (("show", *NAMED, "--costs", "F=0,I=0,W=0"), "no action takes time"),
         (("simulate", *NAMED, "--costs", "F=1,F=2"), "F is given twice"),
         (("simulate", *NAMED, "--stage-scale", "1,1,1,-1"), "--stage-scale -1 must be"),
         (("simulate", *NAMED, "--stage-scale", "1,1,1,nan"), "--stage-scale nan must be"),
-        (("simulate", *NAMED, "--layers", "8", "--head", "nan"), "--head must be finite"),
-        (("simulate", *NAMED, "--activation-bytes", "inf"), "--activation-bytes must be finite"),
+        (("simulate", *NAMED, "--layers", "8", "--head", "-1"), "--head must be at least 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
