@@ -53,15 +53,13 @@ def upcycled(
         first_k_dense: first layers, which stay dense.
 
     Raises:
-        ValueError: the model has experts or biases, or the numbers do not fit together; names the
-            nearest that do.
+        ValueError: the model has experts, or the numbers do not fit together; names the nearest
+            that do.
     """
     f = dense.ffn_hidden_size
     errors = []
     if dense.num_experts:
         errors.append(f"the model has {dense.num_experts} experts already: give a dense one")
-    if dense.mlp_bias:
-        errors.append("upcycling requires model.mlp_bias=false: biases are not copied")
     if f % granularity:
         errors.append(f"--granularity {granularity} does not divide model.ffn_hidden_size = {f}")
     for option, value in (("--num-experts", num_experts), ("--top-k", top_k)):
@@ -115,11 +113,13 @@ class Upcycling:
     def tensors(self) -> dict[str, LazyTensor]:
         """All weights by key."""
         layers = [i for i in blocks(self.dense) if is_moe(self.sparse, i)]
-        mlps = {f"layers.{i}.mlp.{matrix}.weight" for i in layers for matrix in ("up", "down")}
+        kinds = ("weight", "bias") if self.dense.mlp_bias else ("weight",)
+        matrices = [f"{matrix}.{kind}" for matrix in ("up", "down") for kind in kinds]
+        mlps = {f"layers.{i}.mlp.{matrix}" for i in layers for matrix in matrices}
         tensors = {name: self._copy(name) for name in self.saved.tensors if name not in mlps}
         for i in layers:
-            for matrix in ("up", "down"):
-                tensors[f"layers.{i}.experts.{matrix}.weight"] = self._experts(i, matrix)
+            for matrix in matrices:
+                tensors[f"layers.{i}.experts.{matrix}"] = self._experts(i, matrix)
             tensors[f"layers.{i}.router.weight"] = self._router(i)
         return {WEIGHT_PREFIX + name: tensor for name, tensor in tensors.items()}
 
@@ -132,29 +132,31 @@ class Upcycling:
         )
 
     def _experts(self, i: int, matrix: str) -> LazyTensor:
-        """Experts `[E, ...]` of a layer: slices of the rows of `up`, of the columns of `down`."""
-        source, name = f"layers.{i}.mlp.{matrix}.weight", f"layers.{i}.experts.{matrix}.weight"
-        entry, num_experts, slices = (
-            self.saved.tensors[source],
-            self.sparse.num_experts,
-            self.slices,
-        )
-        rows, columns = entry.size
-        shape = (rows // slices, columns) if matrix == "up" else (rows, columns // slices)
+        """Experts `[E, ...]` of a layer: slices of the rows of `up`, of the columns of
+        `down.weight`, and an equal share of `down.bias`, which a copy's slices add up."""
+        source, name = f"layers.{i}.mlp.{matrix}", f"layers.{i}.experts.{matrix}"
+        entry, slices = self.saved.tensors[source], self.slices
+        dense_shape = tuple(entry.size)
 
         def expert(offset: Shape) -> Tensor:
-            e, dense = offset[0], self.saved.read(source, (0, 0), (rows, columns))
-            if matrix == "up":  # gate rows, then up rows
+            e, dense = offset[0], self.saved.read(source, (0,) * len(dense_shape), dense_shape)
+            if matrix == "down.weight":
+                values = dense.chunk(slices, 1)[e % slices]
+            elif matrix == "down.bias":
+                values = dense / slices
+            else:  # gate rows, then up rows
                 halves = dense.chunk(2 if self.dense.gated else 1)
-                weight = torch.cat([half.chunk(slices)[e % slices] for half in halves])
-            else:
-                weight = dense.chunk(slices, 1)[e % slices]
-            if self.noise:
-                noise = _normal(self.seed, f"{name}/{e}", weight.shape).to(weight.dtype)
-                weight = weight + self.noise * dense.std() * noise
-            return weight.reshape(1, *shape).contiguous()
+                values = torch.cat([half.chunk(slices)[e % slices] for half in halves])
+            if self.noise and matrix.endswith("weight"):
+                noise = _normal(self.seed, f"{name}/{e}", values.shape).to(values.dtype)
+                values = values + self.noise * dense.std() * noise
+            return values[None].contiguous()
 
-        shards: dict[Shape, Shape] = {(e, 0, 0): (1, *shape) for e in range(num_experts)}
+        shape = list(dense_shape)
+        if matrix != "down.bias":
+            shape[1 if matrix == "down.weight" else 0] //= slices
+        num_experts, first = self.sparse.num_experts, (0,) * len(shape)
+        shards: dict[Shape, Shape] = {(e, *first): (1, *shape) for e in range(num_experts)}
         return LazyTensor((num_experts, *shape), shards, entry.dtype, expert)
 
     def _router(self, i: int) -> LazyTensor:

@@ -14,6 +14,22 @@ from megatron5d.tools import convert
 MODELS = {
     "swiglu": {"num_layers": 3},
     # groups mean nothing to a dense model, nor to its mixture
+    "biases as GPT-2": {
+        "activation": "gelu_tanh",
+        "mlp_bias": True,
+        "qkv_bias": True,
+        "attention_out_bias": True,
+        "norm": "layernorm",
+        "position": "learned",
+        "tie_embeddings": True,
+    },
+    "biases as GPT-NeoX": {
+        "activation": "gelu",
+        "mlp_bias": True,
+        "norm": "layernorm",
+        "parallel_block": "two_norms",
+    },
+    "gated, biases": {"mlp_bias": True},
     "gelu, mtp": {"activation": "gelu", "num_mtp_layers": 1, "num_groups": 4, "top_groups": 2},
 }
 IDS = np.arange(40, dtype=np.int32).reshape(2, 20) % 61
@@ -47,6 +63,8 @@ def test_the_mixture_computes_what_the_dense_model_does(
     )
     np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-12)
     tensors, model = whole_tensors(folder), saved_config(folder).model
+    if model.mlp_bias:
+        assert tensors["model.layers.1.experts.down.bias"].shape == (experts, 16)
     down = tensors["model.layers.1.experts.down.weight"]
     assert down.shape == (experts, 16, 24 // granularity)
     assert ("model.layers.0.mlp.up.weight" in tensors) == (first == 1)
