@@ -24,6 +24,8 @@ SHOWN_KEYS = 4  # in a message about an unknown key of a group
 DEFAULTS = Config()
 _BAD = object()  # stands for a value of the wrong type, in whose place the default is used
 _TYPE_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+# W&B's older words for modes
+WANDB_MODES = {"dryrun": "offline", "run": "online"}
 _ITEM_NAMES = {int: "integers", float: "numbers", str: "strings"}
 
 
@@ -184,6 +186,8 @@ def _convert_value(kind: Any, value: Any, path: str, faults: list[Fault]) -> Any
         return _convert_group(typing.cast(type, kind), value, path, faults)
     if path == "pipeline.layout" and isinstance(value, str):
         value = _counts(value)
+    if path == "log.wandb.mode" and isinstance(value, str):
+        value = WANDB_MODES.get(value, value)
     converted = _plain(kind, value)
     if converted is _BAD:
         faults.append(_wrong_type(kind, value, path))
@@ -261,9 +265,19 @@ def _wrong_type(kind: Any, value: Any, path: str) -> Fault:
     return Fault("wrong-type", (path,), reason, f"{path}={_example(kind, value, path)}")
 
 
+def items_of(text: str) -> list[str]:
+    """Items of a list in any brackets: `(a, b)`, `{a,b}` or none."""
+    items = (item.strip(" ()[]{}'\"") for item in text.split(","))
+    return [item for item in items if item]
+
+
 def _example(kind: Any, value: Any, path: str) -> str:
     """Legal value of a type, spelled: near to what was written, or the default."""
     number = _number(value)
+    if typing.get_origin(kind) is list and isinstance(value, str):
+        items = [int(item) if item.isdecimal() else item for item in items_of(value)]
+        if items and (converted := _plain(kind, items)) is not _BAD:
+            return spelled(converted)
     if kind is int and number is not _BAD:
         return str(round(number))
     if kind is bool and isinstance(value, (str, int)):

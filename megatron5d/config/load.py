@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron5d.config.checks import run_checks
+from megatron5d.config.checks.values import VALUE_CHECKS
 from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
 from megatron5d.config.convert import (
     RENAMED,
@@ -27,6 +28,7 @@ from megatron5d.config.convert import (
     default_of,
     described,
     from_dict,
+    items_of,
     keys,
     kind_of,
     leaves,
@@ -394,10 +396,33 @@ def _readable(text: str) -> tuple[str, str]:
         if kind_of(key) is str:
             # Hydra takes any text in double quotes, and the shell leaves these in place
             return key, shlex.quote(f'{key}="{_expanded(value)}"')
-        fix = f"{key}={spelled(default_of(key))}, or texts in double quotes within single ones"
-        return key, fix
+        fix = f"{key}={spelled(default_of(key))}"
+        return key, (_list_override(key, value) if kind_of(key) is list else None) or fix
     is_name = re.fullmatch(r"[A-Za-z_][\w.]*", key) and key not in keys()
     return key, unknown_key(key).fix if is_name else _USAGE
+
+
+def _list_override(key: str, value: str) -> str | None:
+    """Override of a list that Hydra reads, near to one in other brackets, such as (0.9,0.95)."""
+    items, fix = items_of(value), None
+    quoted = [f'"{item}"' for item in items]
+    for spelling in (
+        (f"[{','.join(items)}]", f"[{','.join(quoted)}]", f'"{value}"') if items else ()
+    ):
+        text = f"{key}={spelling}"
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            continue
+        faults: list[Any] = []
+        data: dict[str, Any] = {}
+        _put(data, key, override.value())
+        config = convert(data, faults)
+        faults += [check.run(config, 1) for check in VALUE_CHECKS if check.knobs == (key,)]
+        if not any(faults):
+            return text if re.fullmatch(r"[\w.,:/=\[\]-]+", text) else shlex.quote(text)
+        fix = fix or next(fault.fix for fault in faults if fault)
+    return fix
 
 
 def _expanded(text: str) -> str:

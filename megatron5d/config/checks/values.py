@@ -6,7 +6,15 @@ from math import inf
 from typing import Any
 
 from megatron5d.config.checks.check import Check, Faults, check, check_id, fault
-from megatron5d.config.convert import default_of, described, kind_of, leaves, spelled, value_of
+from megatron5d.config.convert import (
+    default_of,
+    described,
+    items_of,
+    kind_of,
+    leaves,
+    spelled,
+    value_of,
+)
 from megatron5d.config.derived import STAGE
 from megatron5d.config.errors import alternatives, closest
 from megatron5d.config.key import MAX_INTEGER
@@ -70,7 +78,8 @@ def _list_error(name: str, words: list[str]) -> Expected:
     is_legal = set(words) <= set(choices) and (words or default_of(name) == [])
     if is_legal and ("none" not in words or words == ["none"]):
         return None
-    similar = {closest(word, choices) for word in words if word != "none"}
+    items = [item for word in words for item in items_of(word)]
+    similar = {closest(item, choices) for item in items if item != "none"}
     others = alternatives(word for word in choices if word != "none")
     expected = f"{'none alone or ' if 'none' in choices else ''}a list of {others}"
     return expected, [word for word in choices if word in similar] or [choices[0]]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron5d.config.convert import kind_of, leaves, value_of
+from megatron5d.config.checks import run_checks
+from megatron5d.config.convert import described, keys, kind_of, leaves, value_of
 from megatron5d.config.errors import ConfigError, message, refuse
 from megatron5d.config.load import load_config
 
@@ -108,11 +109,43 @@ PASTED = [
     ("train.steps=5)", "train.steps", 100),
     ("optim.lr=choice(1e-3,2e-3)", "optim.lr", 1e-3),
     ("optim.lr=1e-3,2e-3", "optim.lr", 1e-3),
+    ("optim.betas={0.9, 0.99}", "optim.betas", [0.9, 0.99]),
+    ("optim.betas=(0.9)", "optim.betas", [0.9, 0.95]),
+    ('optim.betas="(0.9,0.99)"', "optim.betas", [0.9, 0.99]),
+    ('recompute.parts="(norm,activation)"', "recompute.parts", ["norm", "activation"]),
+    ("data.train=(0.5 /a,0.5 /b)", "data.train", ["0.5 /a", "0.5 /b"]),
+    ("pipeline.layout=E(t|)*2L", "pipeline.layout", [1, 1, 0]),
     ("precision.fp8=false", "precision.fp8", "none"),
     ("log.wandb.mode=true", "log.wandb.mode", "online"),
     ("log.wandb.mode=none", "log.wandb.mode", "disabled"),
     ("recompute.mode=true", "recompute.mode", "selective"),
 ]
+
+
+# legal values of lists that have a form, as they are written
+LISTS = {
+    "parallel.order": "dp,pp,cp,tp",
+    "train.gbs_ramp": "8,8,100",
+    "data.skip_steps": "3,5-7",
+    "optim.lr_scale": "2 *norm*,0.5 *out*",
+    "optim.decay_scale": "2 *norm*,0.5 *out*",
+    "optim.betas": "0.9,0.99",
+}
+
+
+@pytest.mark.parametrize("key", [key for key in leaves() if kind_of(key) is list])
+def test_a_list_in_parentheses_gets_a_fix_with_its_items(key):
+    choices = [word for word in described(key).choices if word != "none"]
+    items = "2,1" if "int" in str(keys()[key]) else "a,b*"
+    text = LISTS.get(key) or ",".join(choices[:2]) or items
+    for written in (f"({text})", "( " + text.replace(",", ", ") + " )"):
+        with pytest.raises(ConfigError) as error:
+            load_config([f"{key}={written}"])
+        (fault,) = error.value.faults
+        (fix,) = shlex.split(fault.fix)
+        assert list(map(str, value_of(load_config([fix]), key))) == text.split(",")
+        remaining = run_checks(load_config([fix]), world=8, files=False)
+        assert not [fault for fault in remaining if fault.knobs == (key,)]
 
 
 @pytest.mark.parametrize(("written", "key", "value"), PASTED, ids=[case[0] for case in PASTED])
@@ -137,6 +170,15 @@ def test_a_printed_fix_works_when_pasted(written, key, value, monkeypatch):
 
 def test_an_unknown_key_in_a_value_gets_the_nearest(printed):
     assert "the nearest are train.z_loss" in printed(*VALID, "model.hidden_size=${train.foo}")
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["log.wandb=dryrun", "log.wandb.mode=dryrun", "log.wandb={mode:dryrun}", "log.wandb=run"],
+)
+def test_older_words_of_wandb_are_accepted(written):
+    mode = load_config(["data.train=[corpus]", written]).log.wandb.mode
+    assert mode == ("online" if written.endswith("run") and "dry" not in written else "offline")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pretrain
 from megatron5d.config.errors import Refused
 from megatron5d.config.schema import Config, LogConfig
 from megatron5d.train.monitoring.trackers import TensorBoard, Wandb
+from megatron5d.train.monitoring.wandb_environment import wandb_mode
 
 
 @pytest.mark.parametrize("kind", [wandb.errors.UsageError, wandb.errors.AuthenticationError])
@@ -35,6 +36,15 @@ def test_what_wandb_does_not_take_is_refused_with_the_knob_that_decides(
         Refused, match=rf"log.wandb.mode = online: No API key configured.*, or {decides}\)"
     ):
         Wandb(Config(log=LogConfig(dir=str(tmp_path))), "online", None, {})
+
+
+@pytest.mark.parametrize("variable", ["online", "offline", "dryrun", "run", "ofline", ""])
+@pytest.mark.parametrize("configured", ["online", "offline", "disabled"])
+def test_the_mode_of_the_environment_in_wandbs_older_words(configured, variable, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", variable)
+    means = {"dryrun": "offline", "run": "online"}.get(variable, variable)
+    decides = means in ("online", "offline") and configured != "disabled"
+    assert wandb_mode(configured) == (means if decides else configured)
 
 
 def whole_run(folder, *arguments, **variables):
