@@ -1,6 +1,8 @@
 """Chooses experts: scores of a router's logits, the k best of each token, and their weights.
 
-Of equal scores the lower expert wins, on every device. NaN counts as infinity.
+Of equal scores the lower expert wins, on every device. NaN counts as infinity. The last bits of a
+score depend on the order of sums, and thus on the layout. So scores within `tolerance` of the best
+count as equal to it. Rounding them instead could part two scores that are one bit apart.
 """
 
 import torch
@@ -15,6 +17,11 @@ from megatron5d.kernels.dispatch import (
     rows_of,
     tl,
 )
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative difference up to which scores of a dtype count as equal; 8 units in fp32."""
+    return 2.0**-40 if dtype == torch.float64 else 2.0**-20
 
 
 @jit
@@ -43,6 +50,7 @@ def _route_kernel(
     NORMALIZED: tl.constexpr,
     BIASED: tl.constexpr,
     FORCED: tl.constexpr,
+    TOLERANCE: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -69,8 +77,10 @@ def _route_kernel(
             index = tl.load(experts_ptr + row * K + j).to(tl.int32)
         else:
             best = tl.max(tl.where(is_used, float("-inf"), ranked), 0)
+            # An infinite best has no neighbors: inf - inf is NaN.
+            is_best = (ranked >= best - TOLERANCE * tl.abs(best)) | (ranked == best)
             # Only unused lanes, so that a row of -inf still yields K different experts.
-            index = tl.min(tl.where((ranked == best) & ~is_used, lane, EXPERTS), 0)
+            index = tl.min(tl.where(is_best & ~is_used, lane, EXPERTS), 0)
             tl.store(experts_ptr + row * K + j, index)
             is_used = is_used | (lane == index)
         weights = tl.where(slot == j, tl.sum(tl.where(lane == index, scores, 0.0), 0), weights)
@@ -139,6 +149,7 @@ def _launch_route(
     sizes = (num_experts, logits.stride(0), scale)
     config = _launch_config(num_experts, k, logits)
     config |= {"KIND": kind, "NORMALIZED": normalized, "FORCED": forced is not None}
+    config["TOLERANCE"] = tolerance(torch.float32)
     config["BIASED"] = bias is not None and forced is None
     _route_kernel[(n,)](*pointers, *sizes, **config)
     return experts, weights
@@ -207,9 +218,17 @@ def top_experts(scores: Tensor, k: int) -> Tensor:
         k: number of experts per token, at most E.
 
     Returns:
-        int64 `[n, k]`, the largest score first; of equal scores the lower expert wins, on every
-        device.
+        int64 `[n, k]`, the largest score first; of equal scores, up to `tolerance`, the lower
+        expert wins, on every device.
     """
     if dispatch.runs_triton(scores):
         return _launch_route(rows_of(scores), k, "none", False, 1.0, None, None)[0]
-    return torch.sort(scores, dim=-1, descending=True, stable=True)[1][:, :k].contiguous()
+    largest = torch.finfo(scores.dtype).max / 2
+    ranked = scores.nan_to_num(largest, largest, -largest)
+    experts = torch.empty(*scores.shape[:1], k, dtype=torch.int64, device=scores.device)
+    for slot in range(k):
+        best = ranked.amax(-1, keepdim=True)
+        is_best = ranked >= best - tolerance(scores.dtype) * best.abs()
+        experts[:, slot] = is_best.to(torch.uint8).argmax(-1)  # the first one
+        ranked = ranked.scatter(-1, experts[:, slot, None], -torch.inf)
+    return experts

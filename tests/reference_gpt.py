@@ -135,9 +135,16 @@ def expert(x, w, name, e, c):
 
 
 def top_k(values, k):
-    """The k largest of the last dim as a 0/1 mask; of equal ones the first."""
-    order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return torch.zeros_like(values).scatter(-1, order, 1.0)
+    """The k largest of the last dim as a 0/1 mask; of those within 2⁻⁴⁰ of the largest the
+    first."""
+    chosen, index = torch.zeros_like(values), torch.arange(values.shape[-1])
+    for _ in range(k):
+        left = values.masked_fill(chosen > 0, -math.inf)
+        largest = left.max(-1, keepdim=True).values
+        is_equal = (largest - left <= 2.0**-40 * largest.abs()) & (chosen == 0)
+        first = torch.where(is_equal, index, len(index)).min(-1, keepdim=True).values
+        chosen = chosen.scatter(-1, first, 1.0)
+    return chosen
 
 
 def route(scores, w, layer, c):
@@ -183,8 +190,12 @@ def limit_capacity(choices, weights, moe, mbs):
         limit = math.ceil(moe.capacity_factor * num_choices / num_experts)
         for e in range(num_experts):
             queue = [(i, j) for i, j in tokens if choices[j, i, e]]
-            if moe.drop_by == "probability":
-                queue.sort(key=lambda token, e=e: -weights[token[1], token[0], e].item())
+            if moe.drop_by == "probability" and len(queue) > limit:
+                p = {(i, j): weights[j, i, e].item() for i, j in queue}
+                last = sorted(p.values())[-limit]
+                surely = [t for t in queue if p[t] > last * (1 + 2.0**-20)]
+                equal = [t for t in queue if abs(p[t] - last) <= last * 2.0**-20]
+                queue = surely + equal  # the queue is in the order of positions
             for i, j in queue[:limit]:
                 kept[j, i, e] = 1
     return kept

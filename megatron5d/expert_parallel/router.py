@@ -11,7 +11,10 @@ Source: Shazeer et al. 2017 (arXiv:1701.06538); groups: DeepSeek-V2 (arXiv:2405.
     (arXiv:2412.19437), section 2.1.2.
 
 The capacity limits choices of the entire micro-batch, so that no layout changes which are dropped:
-ceil(factor · T·k/E) choices per expert, for T tokens without padding.
+ceil(factor · T·k/E) choices per expert, for T tokens without padding. Tokens of equal states, such
+as the first ones of documents, have equal probabilities up to the last bits, which depend on the
+layout. So probabilities within 2⁻²⁰ of the last one that fits count as equal to it, and of these
+choices those of earlier tokens are kept.
 Source: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; by probability: Megatron-Core's
     `moe_token_drop_policy=probs`.
 """
@@ -33,6 +36,8 @@ from megatron5d.phases.wgrad import Defer, defer_weight_grad, grad_target, run_n
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.init_weights import stream_key, uniform
 from megatron5d.topology.shard_spec import ShardSpec, new_parameter, state_of, unsharded
+
+SAME_PROBABILITY = 2.0**-20  # relative difference
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ def scores_of(logits: Tensor, kind: str) -> Tensor:
 
 
 def choose_experts(scores: Tensor, config: ModelConfig, bias: Tensor | None = None) -> Tensor:
-    """Chooses the k experts of each token, the best first; of equal ones the lower index wins.
+    """Chooses the k experts of each token, the best first; `top_experts` says which of equal ones.
 
     Args:
         scores: `[n, E]`.
@@ -260,8 +265,8 @@ def within_capacity(
         order: int64 `[n]`, index of each token in the micro-batch, different for all of its tokens.
         num_experts: E.
         factor: moe.capacity_factor.
-        by: which choices are kept: "probability" the most probable, of equal ones those of earlier
-            tokens; "position" those of earlier tokens.
+        by: which choices are kept: "probability" the most probable, of equal ones (up to
+            SAME_PROBABILITY) those of earlier tokens; "position" those of earlier tokens.
         axis: ranks that share the micro-batch's tokens equally.
 
     Returns:
@@ -284,17 +289,25 @@ def _keep_choices(
     experts: Tensor, weights: Tensor, num_experts: int, factor: float, by: str
 ) -> Tensor:
     """`within_capacity` of all choices `[N·k]`, in the order of their tokens."""
-    if by == "probability":
-        ranking = weights.argsort(descending=True, stable=True)
-    else:
-        ranking = torch.arange(experts.numel(), device=experts.device)
-    # Sorts by expert, each expert's choices from the first to keep to the first to drop.
-    ranking = ranking[experts[ranking].argsort(stable=True)]
-    ranked_experts = experts[ranking]
+    if by == "position":
+        weights = torch.zeros_like(weights)
+    ranking = _ranking(experts, weights)
     all_experts = torch.arange(num_experts + 1, device=experts.device)
-    starts = torch.searchsorted(ranked_experts, all_experts)
+    starts = torch.searchsorted(experts[ranking], all_experts)
+    limit = torch.ceil(factor * starts[-1].double() / num_experts).long()  # starts[-1] = T·k
+    # The weight at the end of each expert's capacity; any other one if the expert is not full.
+    ends = (starts + limit - 1).clamp(0, experts.numel() - 1)
+    threshold = weights[ranking[ends]][experts]
+    is_equal = (weights - threshold).abs() <= SAME_PROBABILITY * threshold
+    ranking = _ranking(experts, torch.where(is_equal, threshold, weights))
+    ranked_experts = experts[ranking]
     rank = torch.arange(experts.numel(), device=experts.device) - starts[ranked_experts]
-    limit = torch.ceil(factor * starts[-1].double() / num_experts)  # starts[-1] = T·k
     keep = torch.empty_like(ranked_experts, dtype=torch.bool)
     keep[ranking] = (rank < limit) & (ranked_experts < num_experts)
     return keep
+
+
+def _ranking(experts: Tensor, weights: Tensor) -> Tensor:
+    """Order of choices by expert, and of each expert by weight, the first to keep first."""
+    ranking = weights.argsort(descending=True, stable=True)
+    return ranking[experts[ranking].argsort(stable=True)]

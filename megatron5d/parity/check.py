@@ -133,6 +133,7 @@ class Check:
             self.rows = with_gaps(rows, config.train.gbs)
         self.coarse = options.precision == "bf16"
         # Rounding must not send a token to another expert: bf16 runs repeat the choices of fp64.
+        # In fp64 every run chooses and drops by itself, which no other check compares.
         self.choices: Choices | None = {} if self.coarse else None
         (self.truth,) = self._train(single_process(in_fp64), 1)
         self.choices = self.truth.choices or None

@@ -282,6 +282,11 @@ def untried(
     """
     moe = config.moe
     notes = _untried_routing(config, truth)
+    if truth.choices:
+        notes.append(
+            "experts were not chosen on the layout: all runs repeat the choices and drops of fp64, "
+            "which --precision fp64 compares"
+        )
     empty = [str(step) for step, f in enumerate(truth.figures, 1) if not f["num_targets"]]
     if empty:
         notes.append(f"there was no loss to compare in step {', '.join(empty)}: no target token")

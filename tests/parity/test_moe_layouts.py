@@ -169,6 +169,24 @@ def test_limited_capacity_drops_the_same_everywhere(world, parallel, drop_by):
 
 
 @pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(1, {}), (2, {"tp": 2, "sp": True}), (2, {"cp": 2}), (2, {"ep": 2}), (2, {"pp": 2})],
+)
+def test_rounding_does_not_choose_among_equal_tokens(world, parallel):
+    """The first tokens of documents have the same state in every layer, up to the last bits."""
+    moe = {"capacity_factor": 0.7}
+    config = config_of("mixtral", gbs=4, mbs=4 // (1 + ("ep" in parallel)), moe=moe, **parallel)
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, seq_len=64),
+        data=dataclasses.replace(config.data, document_mask=True, eod=0),
+    )
+    rows = make_rows(config, 3)
+    rows[:, ::4], rows[:, 1::4] = 0, 1  # documents of four tokens, of which the first is 1
+    assert_parity(config, world=world, steps=3, rows=rows)
+
+
+@pytest.mark.parametrize(
     ("world", "parallel"), [(1, {}), (2, {"tp": 2, "ep": 2, "etp": 1}), (4, {"ep": 4, "zero": 1})]
 )
 @pytest.mark.parametrize("capacity", [None, 1.1])

@@ -4,12 +4,15 @@ dimension that it needs."""
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from runs import write_corpus
 
 from megatron5d.comm.collectives import start_all_reduce
+from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.data_parallel import bucketing
 from megatron5d.data_parallel.bucketing import data_axes
+from megatron5d.model import moe as moe_phases
 from megatron5d.model import norm
 from megatron5d.parity import certificate, run
 from megatron5d.parity import certificate as report
@@ -190,6 +193,27 @@ def test_the_configured_data(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--world", "2", "--data", *MODEL])
     assert "data.train" in capsys.readouterr().err
+
+
+def test_choices_among_equal_tokens_are_compared_in_fp64(tmp_path, capsys, monkeypatch):
+    """Layouts that drop the earlier of two equal tokens; bf16 runs repeat what fp64 kept."""
+    writer = IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16))
+    for document in np.random.default_rng(0).integers(2, 64, (200, 4)):
+        writer.add_document(np.array([1, *document, 0]))  # all begin alike
+    writer.finalize()
+    data = [f"data.train=[{tmp_path / 'corpus'}]", "data.document_mask=true", "data.eod=0"]
+    sizes = ["model=tiny_moe", "model.vocab_size=64", "train.seq_len=32", "train.mbs=2"]
+    moe = ["--data", "--world", "2", *data, *sizes, "moe.capacity_factor=0.5", "parallel.cp=2"]
+    assert told(capsys, *moe)[1]["verdict"] == "equal"
+    original = moe_phases.within_capacity
+
+    def later_first(experts, weights, order, *rest):
+        return original(experts, weights, order if rest[-1].size == 1 else -order, *rest)
+
+    monkeypatch.setattr(moe_phases, "within_capacity", later_first)
+    assert told(capsys, *moe)[1]["verdict"] == "different"
+    untried = told(capsys, *moe, *BF16)[1]["untried"]
+    assert any("repeat the choices and drops of fp64" in note for note in untried)
 
 
 ALL = [

@@ -241,6 +241,22 @@ def test_ties_and_scores_that_are_not_finite():
     assert indices.tolist() == [[0, 1], [0, 1]] and weights.isnan().all()
 
 
+def best_of(scores, k):
+    return scores.sort(dim=1, descending=True, stable=True)[1][:, :k]
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_the_last_bits_of_equal_scores_do_not_choose(kind):
+    """Scores on either side of any border of rounding, and negative ones."""
+    values = torch.tensor([-3.0, 0.5, 1.0, 1.5])[torch.randint(4, (200, 24))]
+    nearly = values * (1 + torch.randint(-2, 3, values.shape) * 2.0**-23)
+    assert torch.equal(routing.top_experts(nearly, 5), best_of(values, 5))
+    chosen, _ = routing.route(nearly / 8, 5, kind, True, 1.0)
+    assert torch.equal(chosen, best_of(values, 5))
+    apart = values * (1 + 2.0**-18 * torch.arange(24))
+    assert torch.equal(routing.top_experts(apart, 5), best_of(apart, 5))
+
+
 @pytest.mark.alike
 @pytest.mark.parametrize("last", [0, 5, 16, 17, 40])
 def test_clear_rest(last):

@@ -48,6 +48,31 @@ def test_against_a_queue(by, factor, seed, padding):
     assert torch.equal(keep, keep_by_queue(experts, weights, order, factor, by))
 
 
+@pytest.mark.parametrize("unit", [2.0**-50, 2.0**-22])
+def test_the_last_bits_of_equal_weights_do_not_choose(unit):
+    """Wherever the weights lie: a border between rounded values would part some of these."""
+    experts, weights, order = choices(1)
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        exact = (weights + 0.1) * (1 + torch.rand((), dtype=torch.float64, generator=generator))
+        bits = torch.randint(-1, 2, weights.shape, generator=generator)
+        for factor in (0.3, 1.0):
+            keep = [
+                within_capacity(experts, w, order, E, factor, "probability", Axis("cp_tp"))
+                for w in (exact, exact * (1 + bits.double() * unit))
+            ]
+            assert torch.equal(*keep)
+            assert torch.equal(keep[0], keep_by_queue(experts, exact, order, factor, "probability"))
+
+
+def test_weights_that_differ_are_kept_by_size():
+    """2^-19 apart, the later token more probable."""
+    weights = 0.3 * (1 + torch.arange(8, dtype=torch.float64)[:, None] * 2.0**-19)
+    experts, order = torch.zeros(8, 1, dtype=torch.int64), torch.arange(8)
+    keep = within_capacity(experts, weights, order, 2, 1.0, "probability", Axis("cp_tp"))
+    assert keep.flatten().tolist() == [False] * 4 + [True] * 4
+
+
 def test_four_ranks_keep_the_same_choices_as_one():
     tensors = choices(1, 5)
 
