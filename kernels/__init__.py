@@ -7,7 +7,12 @@ In a checkout this is the folder `kernels/`, which a link in the package makes `
 The package `kernels` that Hugging Face publishes is a different one, and may be installed as well.
 """
 
-from megatron5d.kernels.activation import activate, activation_backward, activation_reference
+from megatron5d.kernels.activation import (
+    activate,
+    activation_backward,
+    activation_reference,
+    register_activation,
+)
 from megatron5d.kernels.flash_attention.attention import (
     attention,
     attention_backward,
@@ -45,6 +50,7 @@ __all__ = [
     "activate",
     "activation_backward",
     "activation_reference",
+    "register_activation",
     "add_layer_norm",
     "add_rms_norm",
     "apply_rope",

@@ -18,6 +18,8 @@ Source: Shazeer, arXiv:2002.05202, eq. 6 (SwiGLU, GeGLU); Hendrycks & Gimpel, ar
 (GELU); gpt-oss (OpenAI, 2025; clamped).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +37,18 @@ from megatron5d.kernels.dispatch import (
 
 GATED = ("swiglu", "geglu_tanh", "swiglu_clamped")
 KINDS = (*GATED, "gelu", "gelu_tanh")
+_REGISTERED: dict[str, Callable[[Tensor], Tensor]] = {}  # other kinds, in plain torch
+
+
+def register_activation(kind: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Adds a kind for `activate`, computed by a function of differentiable operations.
+
+    Raises:
+        ValueError: a kind of this file has the name.
+    """
+    if kind in KINDS:
+        raise ValueError(f"activation {kind!r} exists")
+    _REGISTERED[kind] = function
 
 
 def activation_reference(x: Tensor, kind: str, weights: Tensor | None = None) -> Tensor:
@@ -235,7 +249,7 @@ def activate(
 
     Args:
         x: `[..., 2f]` for a gated kind, gate first, else `[..., f]`; any floating dtype.
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or a registered one.
         weights: `[r]`, by which the rows of a matrix `[r, 2f]` or `[r, f]` are multiplied.
         overwrite: the backward may write the gradient over x, which nothing else may read
             afterwards. It saves as much memory as x takes. The plain path, and x that is not
@@ -249,6 +263,9 @@ def activate(
         ValueError: an unknown kind, an odd last dim of a gated one, weights of another shape, or a
             leaf that would be overwritten.
     """
+    if kind in _REGISTERED:
+        y = _REGISTERED[kind](x)
+        return y if weights is None else y * weights[:, None].to(y.dtype)
     if kind not in KINDS:
         raise ValueError(f"unknown activation {kind!r}: expected one of {', '.join(KINDS)}")
     if weights is not None and weights.shape != x.shape[:1]:

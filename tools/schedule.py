@@ -28,6 +28,7 @@ if not __package__:  # run as a script from a checkout
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code, in_options, names_option
+from megatron5d.config.plugins import load_plugins
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts
 from megatron5d.pipeline_parallel.program import Program, placement_name
 from megatron5d.pipeline_parallel.registry import build_program, find_schedule, schedule_names
@@ -216,12 +217,17 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 def _add_program_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(schedule_names())
     parser.add_argument("--schedule", required=True, help=f"{names}, or file:<path> of a CSV")
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="FILE", help="Python file with schedules"
+    )
     _add_sizes(parser)
     parser.add_argument("--vpp", type=int, help="chunks per rank (default: as the schedule needs)")
     add_costs(parser)
 
 
 def _program(options: argparse.Namespace) -> Program:
+    if faults := load_plugins(options.plugin):
+        raise ValueError(faults[0].reason.replace("plugins:", "--plugin:"))
     if options.schedule.startswith("file:"):
         with names_option(f"--schedule {options.schedule}"):
             path = Path(options.schedule.removeprefix("file:"))

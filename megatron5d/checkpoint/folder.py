@@ -368,10 +368,12 @@ def config_from_record(folder: Path, saved: Any, groups: Mapping[str, Any] | Non
         groups: groups and keys to read, as nested mappings, while others are ignored; None = all,
             while unknown ones are refused.
     """
-    if not isinstance(saved, dict) or not all(isinstance(group, dict) for group in saved.values()):
+    if not isinstance(saved, dict) or not all(
+        isinstance(group, dict) or name == "plugins" for name, group in saved.items()
+    ):
         raise Refused(f"{folder / RUN_FILE} is invalid: its config is no object of groups of keys")
     if groups is not None:
-        saved = _common_keys(saved, groups)
+        saved = _common_keys(saved, groups) | {"plugins": saved.get("plugins", [])}
     from megatron5d.config.checks.values import VALUE_CHECKS
 
     checks = [check for check in VALUE_CHECKS if check.knobs[0].startswith("model.")]

@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.convert import group_names, leaves, types_of
+from megatron5d.config.convert import group_names, leaves
 from megatron5d.config.default_files import default_file
 from megatron5d.config.errors import Fault, closest, closest_key
-from megatron5d.config.schema import Config
 
 FLAGS = {
     "--help": "print this text",
@@ -191,7 +190,7 @@ def help_text(folders: Sequence[Path]) -> str:
     lines = [_HEAD, "Flags:", *(f"    {flag:14} {text}" for flag, text in FLAGS.items())]
     lines += ["", "Groups:"]
     lines += [f"    {group:14} {', '.join(options)}" for group, options in groups.items()]
-    for group in sorted(types_of(Config)):
+    for group in sorted(set(group_names()) - {"experiment"}):
         lines += ["", f"{group}:", textwrap.indent(default_file(group), "    ").rstrip()]
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron5d.config.errors import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.key import Key
+from megatron5d.config.plugins import CHOICES, load_plugins
 from megatron5d.config.schema import Config
 
 # Old names of keys, which files and command lines may still have -> the present ones.
@@ -61,7 +62,9 @@ def convert(data: Mapping[str, Any], faults: list[Fault]) -> Config:
     Args:
         faults: faults of keys and types are appended here; their fields keep their defaults.
     """
-    return _convert_group(Config, data, "", faults)
+    config = _convert_group(Config, data, "", faults)
+    faults += load_plugins(config.plugins)
+    return config
 
 
 def key_of(field: dataclasses.Field) -> str:
@@ -110,7 +113,11 @@ def default_of(key: str) -> Any:
 
 def described(key: str) -> Key:
     """What the schema says about a dotted key that holds a value."""
-    return _schema()[key][2].metadata["key"]
+    described = _schema()[key][2].metadata["key"]
+    added = CHOICES.get(key)
+    return (
+        dataclasses.replace(described, choices=(*described.choices, *added)) if added else described
+    )
 
 
 @cache
@@ -121,7 +128,7 @@ def leaves() -> list[str]:
 
 def group_names() -> list[str]:
     """Hydra groups, as in `model=llama3_8b` and `experiment=quickstart`."""
-    return [*(key for key in keys() if "." not in key), "experiment"]
+    return [*(key for key in keys() if "." not in key and key not in leaves()), "experiment"]
 
 
 def kind_of(key: str) -> type:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.convert import key_of, types_of
+from megatron5d.config.convert import group_names, key_of, types_of
 from megatron5d.config.key import Key
 from megatron5d.config.schema import Config
 
@@ -70,5 +70,5 @@ def _as_yaml(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    for group in types_of(Config):
+    for group in set(group_names()) - {"experiment"}:
         (CONF / group / "default.yaml").write_text(default_file(group))

@@ -58,11 +58,11 @@ def matrices(model: ModelConfig) -> list[str]:
 
     Never the embedding, the head and the routers, nor the down-projections of latent attention
     where tp sums gradients before them: each rank has the gradient of its heads there, and the
-    sum of rounded gradients would depend on tp.
+    sum of rounded gradients would depend on tp. Nor those of a plugin's attention.
     """
     queries = ["q_down", "q_up"] if model.q_lora_rank is not None else ["q"]
-    attention = (
-        [*queries, "kv_down", "kv_up", "out"] if model.attention == "mla" else ["qkv", "out"]
+    attention = {"mla": [*queries, "kv_down", "kv_up", "out"], "gqa": ["qkv", "out"]}.get(
+        model.attention, []
     )
     if not model.reduces_latent_gradients:
         attention = [name for name in attention if not name.endswith("_down")]

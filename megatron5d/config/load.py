@@ -283,7 +283,7 @@ class _Overrides:
         """Whether a key may have its value only because of a fault, so that no check reads it."""
         group, explicit = knob.partition(".")[0], knob in self.explicit
         for fault in self.faults:
-            if fault.id == "composition":
+            if fault.id in ("composition", "plugin"):
                 return True
             for wrong in fault.knobs:
                 # a guessed knob of a misspelled key is fine if the command line also gives it

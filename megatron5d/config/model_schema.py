@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from megatron5d.config import plugins
 from megatron5d.config.key import group, key, positive
 
 GATED = ("swiglu", "geglu_tanh", "swiglu_clamped")  # activations of a gate and an up projection
@@ -202,7 +203,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the first matrix of an MLP holds a gate and an up projection."""
-        return self.activation in GATED
+        return self.activation in GATED or self.activation in plugins.GATED
 
     @property
     def expert_hidden_size(self) -> int:

@@ -475,6 +475,7 @@ class Config:
     data: DataConfig = group(DataConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     log: LogConfig = group(LogConfig)
+    plugins: list[str] = key([], "Python files that register attentions, activations, schedules")
 
     def __post_init__(self) -> None:
         for path, name in IN_LOG_DIR.items():

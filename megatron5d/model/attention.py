@@ -94,6 +94,7 @@ class AttentionBranch(Phase):
     def __init__(self, inputs: BlockInputs, layer: int) -> None:
         super().__init__()
         name, self.parallel_block = f"layers.{layer}.attention", inputs.model.parallel_block
+        self.window = window_of(inputs.model, layer)
         self.norm, self.post_norm = inputs.pre_norm(name), inputs.post_norm(name)
 
     def input_gemms(self) -> Gemms:

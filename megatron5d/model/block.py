@@ -25,12 +25,17 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, inputs: BlockInputs, layer: int) -> None:
         super().__init__()
-        if inputs.model.attention == "mla":
+        kind = inputs.model.attention
+        if kind == "mla":
             from megatron5d.model.mla import MultiLatentAttention
 
             self.attention: Phase = MultiLatentAttention(inputs, layer)
-        else:
+        elif kind == "gqa":
             self.attention = SelfAttention(inputs, layer)
+        else:
+            from megatron5d.model.registry import ATTENTIONS
+
+            self.attention = ATTENTIONS[kind](inputs, layer)
         if is_moe(inputs.model, layer):
             from megatron5d.model.moe import MoECombine, MoEDispatch, MoEExperts
 

@@ -7,6 +7,9 @@ Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, with causal attentio
     2023 (arXiv:2307.08691).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from megatron5d.config.derived import blocks, is_moe, window_of
 from megatron5d.config.schema import ModelConfig
 
@@ -21,7 +24,7 @@ def parameter_count(model: ModelConfig, active: bool = False) -> int:
     h, v = model.hidden_size, model.vocab_size
     norm = 2 * h if model.norm == "layernorm" else h
     branch = norm * (2 if model.block_norm == "both" else 1)
-    attention = _attention_matrices(model) + _attention_vectors(model) + branch
+    attention = COUNTS[model.attention].matrices(model) + _attention_vectors(model) + branch
     second = 0 if model.parallel_block == "one_norm" else branch
     mlps = sum(
         _feed_forward(model, i, active) + second + _mlp_biases(model, i, active)
@@ -59,7 +62,9 @@ def head_flops(model: ModelConfig) -> float:
 def layer_flops(model: ModelConfig, layer: int, seq_len: int) -> float:
     """FLOPs per token of one layer; of a prediction block with its join of 2h features."""
     join = 2 * model.hidden_size**2 if layer >= model.num_layers else 0
-    matrices = _attention_matrices(model) + _feed_forward(model, layer, active=True) + join
+    matrices = (
+        COUNTS[model.attention].matrices(model) + _feed_forward(model, layer, active=True) + join
+    )
     return 6.0 * matrices + core_flops(model, seq_len, window_of(model, layer))
 
 
@@ -69,39 +74,57 @@ def core_flops(model: ModelConfig, seq_len: int, window: int | None) -> float:
     num_keys = w - w * (w - 1) / (2 * seq_len)  # average number at or before a query
     if not model.attention_causal:
         num_keys = 2 * num_keys - 1
-    key_dim, value_dim = _head_dims(model)
-    return 6.0 * model.num_heads * (key_dim + value_dim) * num_keys
+    return 6.0 * COUNTS[model.attention].core(model) * num_keys
 
 
-def _head_dims(model: ModelConfig) -> tuple[int, int]:
-    """Features of a head's key and value."""
-    if model.attention == "mla":
-        return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
-    return model.head_dim, model.head_dim
+def _attention_vectors(model: ModelConfig) -> int:
+    """Elements of one layer's attention biases, inner norms and sinks."""
+    vectors = model.hidden_size * model.attention_out_bias + model.num_heads * model.attention_sinks
+    return vectors + COUNTS[model.attention].vectors(model)
 
 
-def _attention_matrices(model: ModelConfig) -> int:
-    """Elements of the projections of one layer's attention."""
-    h, a, g = model.hidden_size, model.num_heads, model.num_kv_heads
-    key_dim, value_dim = _head_dims(model)
-    if model.attention == "gqa":
-        return (a + 2 * g + a * model.attention_gate) * key_dim * h + a * value_dim * h
-    r, q_rank = model.kv_lora_rank, model.q_lora_rank
+@dataclass(frozen=True)
+class AttentionCounts:
+    """Arithmetic of one kind of attention, functions of the architecture."""
+
+    matrices: Callable[[ModelConfig], int]  # elements of one layer's projections
+    vectors: Callable[[ModelConfig], int]  # elements of biases and norms of its own
+    core: Callable[[ModelConfig], int]  # multiply-adds of a query with a key and its value
+
+
+def _grouped_matrices(model: ModelConfig) -> int:
+    a, g = model.num_heads, model.num_kv_heads
+    return (2 * a + 2 * g + a * model.attention_gate) * model.head_dim * model.hidden_size
+
+
+def _grouped_vectors(model: ModelConfig) -> int:
+    a, g = model.num_heads, model.num_kv_heads
+    heads = a + 2 * g + a * model.attention_gate
+    normed = (a + g if model.qk_norm_all_heads else 2) * model.qk_norm
+    return (heads * model.qkv_bias + normed) * model.head_dim
+
+
+def _latent_matrices(model: ModelConfig) -> int:
+    h, a, r, q_rank = model.hidden_size, model.num_heads, model.kv_lora_rank, model.q_lora_rank
+    key_dim, value_dim = model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
     queries = h * a * key_dim if q_rank is None else (h + a * key_dim) * q_rank
     latent = (r + model.qk_rope_head_dim) * h + r * a * (model.qk_nope_head_dim + value_dim)
     return queries + latent + a * value_dim * h
 
 
-def _attention_vectors(model: ModelConfig) -> int:
-    """Elements of one layer's attention biases, inner norms and sinks."""
-    d = model.head_dim
-    vectors = model.hidden_size * model.attention_out_bias + model.num_heads * model.attention_sinks
-    if model.attention == "mla":
-        return vectors + model.kv_lora_rank + (model.q_lora_rank or 0)
-    a, g = model.num_heads, model.num_kv_heads
-    heads = a + 2 * g + a * model.attention_gate
-    normed = (a + g if model.qk_norm_all_heads else 2) * model.qk_norm
-    return vectors + (heads * model.qkv_bias + normed) * d
+def _latent_core(model: ModelConfig) -> int:
+    key_dim = model.qk_nope_head_dim + model.qk_rope_head_dim
+    return model.num_heads * (key_dim + model.v_head_dim)
+
+
+COUNTS = {  # by model.attention
+    "gqa": AttentionCounts(
+        _grouped_matrices, _grouped_vectors, lambda model: 2 * model.num_heads * model.head_dim
+    ),
+    "mla": AttentionCounts(
+        _latent_matrices, lambda model: model.kv_lora_rank + (model.q_lora_rank or 0), _latent_core
+    ),
+}
 
 
 def _up(model: ModelConfig, inner: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import megatron5d
+from megatron5d.config.plugins import LOADED
 from megatron5d.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,8 +22,10 @@ _NEW_FILES = ("*.py", "*.yaml", "*.sh", "*.sbatch")  # untracked files that a pa
 
 
 def source_hash() -> str:
-    """Hash of the paths and texts of all Python files that a run executes."""
+    """Hash of the paths and texts of all Python files that a run executes, plugins included."""
     digest = hashlib.sha256()
+    for source in sorted(LOADED.values()):
+        digest.update(source.encode())
     folders = (PACKAGE, PACKAGE / "kernels")  # kernels is a link, which rglob does not follow
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         file_hash = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -75,7 +78,7 @@ def code_here() -> dict[str, Any]:
 
 
 def write_provenance(folder: Path, config: Config) -> None:
-    """Writes config.yaml, and uncommitted changes as `code/<commit>-<hash>.patch`.
+    """Writes config.yaml, plugins, and uncommitted changes as `code/<commit>-<hash>.patch`.
 
     The patch includes new source files: `git checkout <commit> && git apply FILE` restores the
     code. Outside of git there is no patch. A run that is resumed with other code gets another file.
@@ -88,6 +91,8 @@ def write_provenance(folder: Path, config: Config) -> None:
 
     (folder / "code").mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
+    for path, source in LOADED.items():
+        (folder / "code" / Path(path).name).write_text(source)
     if (name := commit()) is None:
         return
     diffs = [_git("diff", "--no-ext-diff", "--no-color", "HEAD")]

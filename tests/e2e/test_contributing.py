@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from architecture.rules import RULES
+from architecture.test_each_rule import tree
+from guide_examples import ROOT, example
 from ranks import run_ranks
 
 from megatron5d.config.load import load_config
@@ -28,14 +30,6 @@ from megatron5d.pipeline_parallel.verify import verify
 from megatron5d.topology.grid import resolve
 from megatron5d.topology.init_weights import initialize
 from megatron5d.topology.mesh import build_mesh
-
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
-
-
-def example(name):
-    (text,) = re.findall(rf"^```\w+ {name}\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
-    return text
 
 
 def names_of(name):
@@ -68,6 +62,29 @@ def test_layer():
     cut = run_ranks(outcome_of_layer, 2)
     torch.testing.assert_close(torch.cat([part for part, _ in cut]), y, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat([part for _, part in cut]), dx, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["layer", "attention", "activation", "schedule", "kernel", "check"]
+)
+def test_examples_keep_the_rules_of_the_architecture(name, tmp_path):
+    folder = {"kernel": "kernels", "check": "megatron5d/config/checks"}.get(
+        name, "megatron5d/model"
+    )
+    if name == "schedule":
+        folder = "megatron5d/pipeline_parallel/schedules"
+    path = f"{folder}/example.py"
+    source = tree(tmp_path, {path: example(name)})
+    assert [line for rule in RULES for line in rule(source)] == []
+    command = [sys.executable, "-m", "ruff"]
+    for words in (["check"], ["format", "--check"]):
+        run = subprocess.run(
+            [*command, *words, "--stdin-filename", str(ROOT / path), "-"],
+            input=example(name),
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_model_family(tmp_path):

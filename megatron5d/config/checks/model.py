@@ -170,7 +170,7 @@ KV_HEADS = divides("model.num_kv_heads", "model.num_heads", "kv-heads-divide-hea
 @check("model.head_dim", "model.rotary_percent", "model.position", "model.attention")
 def rope_pairs_dims(c: Config, world: int) -> Faults:
     dim, share, rotated = c.model.head_dim, c.model.rotary_percent, c.model.rotary_dim
-    if c.model.position == "rope" and c.model.attention == "gqa" and (rotated % 2 or rotated == 0):
+    if c.model.position == "rope" and c.model.attention != "mla" and (rotated % 2 or rotated == 0):
         yield fault(
             "model.position=rope rotates pairs: model.head_dim·rotary_percent must be even and "
             f"above 0 (got {dim}·{share:g} = {rotated})",

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron5d.comm.ledger import Traffic
 from megatron5d.config.schema import Config
+from megatron5d.model.attention import AttentionBranch
 from megatron5d.model.flops import core_flops
 from megatron5d.model.partition import StageSpec
 from megatron5d.phases.phase import Phase
@@ -222,7 +223,12 @@ class CoreFlops:
         parallel, seq_len = self._config.parallel, self._config.train.seq_len
         # Phases of multi-token prediction are wrapped in `PassThrough`.
         attention: Any = getattr(phase, "phase", phase)
-        forward = core_flops(self._config.model, seq_len, attention.core.window) / 3 * seq_len
+        if not isinstance(attention, AttentionBranch):
+            raise ValueError(
+                f"the planner requires an attention phase to be an AttentionBranch "
+                f"(got {type(attention).__name__})"
+            )
+        forward = core_flops(self._config.model, seq_len, attention.window) / 3 * seq_len
         return forward / (parallel.tp * parallel.cp) * self._passes[kind]
 
 

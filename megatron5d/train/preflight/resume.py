@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron5d.checkpoint.folder import RUN_FILE, config_from_record
-from megatron5d.config.convert import override_text, to_dict, value_of
+from megatron5d.config.convert import override_text, spelled, to_dict, value_of
 from megatron5d.config.derived import resumed_folder
 from megatron5d.config.errors import Fault
 from megatron5d.config.json_file import read_json
@@ -70,6 +70,13 @@ def mismatch_faults(folder: Path, saved: Any, config: Config) -> list[Fault]:
     Raises:
         Refused: it is no configuration.
     """
+    if missing := set(map(_file_name, saved.get("plugins", []))) - set(
+        map(_file_name, config.plugins)
+    ):
+        reason = f"{folder} was saved with plugins={spelled(saved['plugins'])}"
+        fix = f"plugins={spelled(saved['plugins'])}"
+        reason += f" (got {spelled(config.plugins)}, without {', '.join(sorted(missing))})"
+        return [Fault("resume-plugins", ("plugins",), reason, fix)]
     before = config_from_record(folder, saved, COMPARED_KEYS)
     knobs = ["optim.name"] if before.optim.name != config.optim.name else []
     num_saved, num_weights = _num_weights(before), _num_weights(config)
@@ -94,6 +101,10 @@ def mismatch_faults(folder: Path, saved: Any, config: Config) -> list[Fault]:
         new_run += f", which takes the weights along with init.from_checkpoint={folder}"
     fix = f"{_overrides(folder, before, knobs)}, or {new_run}"
     return [Fault("resume-architecture", tuple(knobs), reason, fix)]
+
+
+def _file_name(path: str) -> str:
+    return Path(path).name
 
 
 def _overrides(folder: Path, before: Config, knobs: list[str]) -> str:
