@@ -12,7 +12,7 @@ from architecture.source import FUNCTIONS, File, Source, is_standard
 
 # Counted in tokens, because a limit of lines is met by packing them. The total is raised only
 # together with a feature, which the commit names.
-MAX_PRODUCT_TOKENS = 406_000
+MAX_PRODUCT_TOKENS = 412_000
 MAX_FUNCTION_TOKENS = 350
 MAX_KERNEL_TOKENS = 950
 MAX_FILE_LINES = 500
@@ -20,7 +20,7 @@ MAX_POSITIONAL = 8
 MAX_VAGUE_NAMES = 0.005  # of all names that the product binds
 MAX_TYPE_IGNORES = 15
 # by `import megatron5d.train.loop`
-MAX_LOADED_FILES, MAX_LOADED_TOKENS = 120, 145_000
+MAX_LOADED_FILES, MAX_LOADED_TOKENS = 125, 150_000
 
 BOUND = ("self", "cls", "ctx")  # passed by Python or by autograd, not by the caller
 VAGUE_FILES = {"util", "utils", "helper", "helpers", "common", "misc"}
