@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.hf.export_config import hf_config_from_model
+from megatron5d.checkpoint.hf.export_config import expert_scale, hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
 from megatron5d.checkpoint.hf.safetensors_folder import finalize_files, stored_tensors, write_shards
 from megatron5d.checkpoint.hf.tensor_table import Entry, hf_entries, mtp_copies
@@ -48,10 +48,20 @@ class HfExport:
     # the model has no biases of the attention output, and the folder has zeros there
     without_bias: bool
 
+    @property
+    def family(self) -> str:
+        return json.loads(self.files["config.json"])["model_type"]
+
+    @property
+    def scale(self) -> float:
+        return expert_scale(self.model, self.family)
+
     @cached_property
     def entries(self) -> list[Entry]:
-        family = json.loads(self.files["config.json"])["model_type"]
-        return hf_entries(self.model, family) + mtp_copies(self.model)
+        return [
+            replace(entry, scale=self.scale) if ".experts.down." in entry.name else entry
+            for entry in hf_entries(self.model, self.family) + mtp_copies(self.model)
+        ]
 
     def write(self, checkpoint: Path, folder: Path, rank: int, world: int) -> bytes:
         """Writes this rank's share of the weights, about the same number of bytes on each rank. No
@@ -181,6 +191,11 @@ def plan_export(
     kind = torch.float16 if dtype == "fp16" else DTYPES[dtype]
     without_bias = model.attention_out_bias > config.model.attention_out_bias
     export = HfExport(files, model, kind, without_bias)
+    if export.scale != 1:
+        notify(
+            f"{export.family} has no setting for model.routed_scaling_factor = {export.scale:g}: "
+            "the experts' down projections are multiplied by it"
+        )
     if "bias" in config.moe.balance and not any(
         entry.name.endswith(".router.bias") for entry in export.entries
     ):

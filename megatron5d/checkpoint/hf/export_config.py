@@ -7,6 +7,7 @@ OLMo 2 (as of 4.57) checks `rope_scaling` by an older format and refuses scaled 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron5d.checkpoint.hf.families import (
     GELU,
     GEMMA,
     LATENT,
+    LIKE_DEEPSEEK,
     SAME_VALUE,
     SPARSE,
     WINDOW_BY_LAYER,
@@ -72,8 +74,17 @@ def hf_family(config: ModelConfig) -> str:
     raise ValueError(f"no Hugging Face family computes model.name = {config.name}:{lines}")
 
 
+def expert_scale(config: ModelConfig, family: str) -> float:
+    """Factor by which the experts' outputs are multiplied in the weights of a family, because it
+    has no setting for `routed_scaling_factor`."""
+    has_setting = family in LIKE_DEEPSEEK or not config.num_experts
+    return 1.0 if has_setting else config.routed_scaling_factor
+
+
 def _obstacles(config: ModelConfig, family: str) -> list[str]:
     """Reasons why a family does not compute this architecture."""
+    if expert_scale(config, family) != 1:
+        config = replace(config, routed_scaling_factor=1.0)
     settings = with_defaults(_settings(config, family), family)
     fields, unsupported = model_fields(settings)
     # only training reads them, so no config.json says how many a model has

@@ -337,6 +337,8 @@ def stored_tensors(
     """
     for entry in entries:
         exact = read(entry.name, entry.model_offset, entry.model_shape)
+        if entry.scale != 1:
+            exact = exact * entry.scale
         tensor = exact.to(entry.dtype(dtype))
         if dtype == torch.float16 and (tensor.isinf() & exact.isfinite()).any():
             raise ValueError(

@@ -77,6 +77,8 @@ class Entry:
     heads: int | None = None
     # a stack of experts in which gate and up rows alternate (gpt-oss)
     interleaved: bool = False
+    # stored / ours, where a family has no setting for a factor of ours (export only)
+    scale: float = 1.0
 
     @property
     def model_shape(self) -> Dims:

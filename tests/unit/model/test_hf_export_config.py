@@ -175,7 +175,6 @@ def test_export_reads_back_as_the_same_model(case, reader, tmp_path):
             (QWEN3_MOE, ("mixtral", "qwen3_moe"), change)
             for change in (
                 {"router_score": "sigmoid"},
-                {"routed_scaling_factor": 2.5},
                 {"shared_ffn_hidden_size": 32},
                 {"num_groups": 2},
                 {"router_bias": True},

@@ -75,6 +75,36 @@ def test_the_mixture_computes_what_the_dense_model_does(
         assert added <= tensors.keys()
 
 
+@pytest.mark.parametrize(
+    ("fields", "options", "family"),
+    [
+        ({}, "--num-experts 12 --top-k 6 --granularity 3", "mixtral"),
+        ({"qk_norm": True}, "--num-experts 8 --top-k 4 --granularity 2", "qwen3_moe"),
+        (
+            {"qk_norm": True, "num_layers": 3},
+            "--num-experts 12 --top-k 3 --granularity 3 --first-k-dense 1",
+            "qwen3_moe",
+        ),
+    ],
+)
+def test_a_mixture_of_slices_is_exported(fields, options, family, tmp_path, capsys):
+    """No family with such routers has routed_scaling_factor; transformers computes the same."""
+    transformers = pytest.importorskip("transformers")
+    config = Config(model=ModelConfig(**SIZES | fields), precision=PrecisionConfig(dtype="fp64"))
+    source = save(tmp_path / "dense", config, random_weights(config, std=0.3))
+    assert upcycle(source, tmp_path / "moe", f"{options} --noise 0.2") == 0
+    folder = step_folder(tmp_path / "moe", 0)
+    expected = computed_logits(folder, IDS, tmp_path / "logits")
+    command = f"to-hf --checkpoint {folder} --out {tmp_path}/hf --no-tokenizer"
+    assert run(convert, command) == 0
+    assert f"{family} has no setting for model.routed_scaling_factor" in capsys.readouterr().err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert model.config.model_type == family
+    with torch.no_grad():
+        logits = model.float()(torch.from_numpy(IDS).long()).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+
+
 def test_routers_come_from_the_seed_and_noise_tells_experts_apart(dense, tmp_path):
     def experts_and_router(name, options=""):
         assert upcycle(dense, tmp_path / name, f"--num-experts 4 --top-k 2 {options}") == 0
