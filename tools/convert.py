@@ -39,7 +39,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -305,18 +304,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     module, _, function = COMMANDS[args.command].function.partition(".")
-    out = getattr(args, "out", None)
-    missing = [folder for folder in (out, *out.parents) if not folder.exists()] if out else []
 
     def run() -> int | None:
         return getattr(import_module(f"megatron5d.tools.conversion.{module}"), function)(args)
 
-    code = exit_code("convert", run, out)
-    # a failed command leaves no empty folder; one that the same command would continue is not empty
-    for folder in missing if code else []:
-        with suppress(OSError):
-            folder.rmdir()
-    return code
+    return exit_code("convert", run, getattr(args, "out", None))
 
 
 if __name__ == "__main__":

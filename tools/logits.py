@@ -49,6 +49,7 @@ from tqdm import tqdm
 from megatron5d.comm.collectives import all_gather
 from megatron5d.model.inference import Predictor, Source, open_predictor
 from megatron5d.topology.launcher import read_environment
+from megatron5d.topology.owned_output import check_not_read
 from megatron5d.topology.process import start_process, stop_process
 
 
@@ -102,6 +103,7 @@ def run(args: Namespace) -> None:
     environment = read_environment()
     source = Source(hf=args.hf, checkpoint=args.checkpoint)
     config = source.config(environment.world, tp=args.tp, sp=args.sp, dtype=args.dtype)
+    check_not_read([args.out], [args.tokens])
     ids = read_tokens(args.tokens, config.model.vocab_size)
     if args.mbs < 1:
         raise ValueError(f"--mbs {args.mbs}: at least 1 row per forward pass")

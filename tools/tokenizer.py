@@ -26,6 +26,7 @@ if not __package__:  # a script of a checkout
 
 from tqdm import tqdm
 
+from megatron5d.checkpoint.hf.files import TOKENIZER_FILES
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
 from megatron5d.config.json_file import write_whole
@@ -34,6 +35,7 @@ from megatron5d.data.corpus import kinds_of, list_files, units
 from megatron5d.data.documents import BadLine, documents
 from megatron5d.data.tokenizer import changes_text, load_tokenizer
 from megatron5d.tools.options import add_corpus, add_json
+from megatron5d.topology.owned_output import check_not_read, owned, staged
 
 
 def arguments() -> Namespace:
@@ -72,6 +74,7 @@ def arguments() -> Namespace:
         metavar="PREFIX",
         help="writes PREFIX.model, or tokenizer.json in the folder PREFIX",
     )
+    train.add_argument("--overwrite", action="store_true", help="replace the tokenizer at --out")
     show = commands.add_parser("show", help="describe a tokenizer; encode and decode a text")
     show.add_argument("file", help="tokenizer file, or a folder with one")
     show.add_argument("--text", help="text to encode; '-' reads stdin")
@@ -263,10 +266,19 @@ def train(args: Namespace) -> dict:
     start = time.monotonic()
     files = list_files(args.input, args.glob, args.exclude)
     texts = read_texts(files, args.json_keys, args.max_mb * 1e6, args.skip_bad)
+
     if args.format == "sentencepiece":
-        path = train_sentencepiece(texts, args.vocab_size, args.out)
+        path = Path(f"{args.out.removesuffix('.model')}.model")
+        check_not_read([path], files)
+        with owned(path):
+            if path.exists() and not args.overwrite:
+                raise ValueError(f"{path} is there already; --overwrite replaces it")
+            train_sentencepiece(texts, args.vocab_size, path)
     else:
-        path = train_byte_level(texts, args.vocab_size, args.out, args.pattern)
+        path = Path(args.out) / "tokenizer.json"
+        check_not_read([path, path.with_name("tokenizer_config.json")], files)
+        with staged(args.out, lambda folder: _check_vacant(folder, args.overwrite)) as staging:
+            train_byte_level(texts, args.vocab_size, staging, args.pattern)
     tokenizer = load_tokenizer(path)
     return {
         "model": str(path),
@@ -274,6 +286,21 @@ def train(args: Namespace) -> dict:
         "eod": tokenizer.eod,
         "seconds": round(time.monotonic() - start, 3),
     }
+
+
+def _check_vacant(folder: Path, overwrite: bool) -> None:
+    """Raises ValueError where a folder has files of a tokenizer that would be replaced, or read
+    together with new ones."""
+    present = {path.name for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}
+    if mixed := sorted(present - {"tokenizer.json", "tokenizer_config.json"}):
+        raise ValueError(
+            f"--out {folder} already holds {', '.join(mixed)}, which would mix with the new files; "
+            "give another folder"
+        )
+    if present and not overwrite:
+        raise ValueError(
+            f"--out {folder} already holds {', '.join(sorted(present))}; --overwrite replaces it"
+        )
 
 
 def show(args: Namespace) -> dict:

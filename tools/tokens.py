@@ -33,9 +33,16 @@ from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
 from megatron5d.data.corpus import open_parquet
 from megatron5d.data.index_format import dtype_for_vocab
-from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter, with_suffix
+from megatron5d.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedWriter,
+    check_absent,
+    token_files,
+    with_suffix,
+)
 from megatron5d.data.tokenizer import load_tokenizer
 from megatron5d.tools.options import add_json, whole_number
+from megatron5d.topology.owned_output import check_not_read, owned
 
 CHUNK_TOKENS = 1 << 22  # read or copied at a time
 COMPARED_DOCUMENTS = 1000  # whose last tokens `inspect` compares
@@ -216,17 +223,18 @@ def copy(sources: Sequence[Source], out: str, overwrite: bool) -> dict[str, Any]
 
 @contextmanager
 def _writer(out: str, dtype: np.dtype, overwrite: bool) -> Iterator[IndexedWriter]:
-    """Opens a writer, which leaves no files where it fails."""
-    if with_suffix(out, ".idx").exists() and not overwrite:
-        raise ValueError(f"{out}.idx is there already; --overwrite replaces it")
-    writer = IndexedWriter(out, dtype)
-    try:
-        yield writer
-    except BaseException:
-        writer.close()
-        for suffix in (".bin.partial", ".lengths.partial"):
-            with_suffix(out, suffix).unlink(missing_ok=True)
-        raise
+    """Opens a writer, which owns `out`, and leaves no files where it fails."""
+    with owned(out):
+        if not overwrite:
+            check_absent(out)
+        writer = IndexedWriter(out, dtype)
+        try:
+            yield writer
+        except BaseException:
+            writer.close()
+            for suffix in (".bin.partial", ".lengths.partial"):
+                with_suffix(out, suffix).unlink(missing_ok=True)
+            raise
 
 
 def _range(text: str, shares: bool, total: int) -> tuple[int, int]:
@@ -300,6 +308,7 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     if args.command == "decode":
         return decode(args)
     if args.command == "import":
+        check_not_read(token_files(args.out), args.files)
         return [import_arrays(args)]
     sources: list[Source]
     if args.command == "merge":
@@ -308,8 +317,8 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         total = IndexedDataset(args.prefix).num_documents
         bounds = _range(args.documents or args.share, args.share is not None, total)
         sources = [(args.prefix, *bounds)]
-    if any(Path(args.out).resolve() == Path(prefix).resolve() for prefix, _, _ in sources):
-        raise ValueError(f"--out {args.out} is one of the files that are read")
+    read = (path for prefix, _, _ in sources for path in token_files(prefix))
+    check_not_read(token_files(args.out), read)
     return [copy(sources, args.out, args.overwrite)]
 
 

@@ -24,6 +24,11 @@ def with_suffix(prefix: str | os.PathLike[str], suffix: str) -> Path:
     return Path(f"{os.fspath(prefix)}{suffix}")
 
 
+def token_files(prefix: str | os.PathLike[str]) -> list[Path]:
+    """The two files at a prefix."""
+    return [with_suffix(prefix, suffix) for suffix in (".idx", ".bin")]
+
+
 OPEN_FILES = 2  # descriptors that one dataset holds: of its .bin, and of the mapped .idx
 
 
@@ -303,6 +308,14 @@ def _lock(file: BinaryIO, path: Path) -> None:
         raise ValueError(f"{path}: another process is writing this file") from None
     except (ImportError, OSError):
         pass  # no locks on this system: the user must not write one prefix twice at a time
+
+
+def check_absent(prefix: str | os.PathLike[str]) -> None:
+    """Raises ValueError where a token file would be replaced, other than by finishing it."""
+    unfinished = with_suffix(prefix, ".lengths.partial").exists()
+    for path in token_files(prefix)[: 1 if unfinished else 2]:
+        if path.exists():
+            raise ValueError(f"{path} is there already; --overwrite replaces it")
 
 
 def finish_partial(

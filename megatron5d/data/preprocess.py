@@ -29,7 +29,7 @@ from megatron5d.config.json_file import parse_json
 from megatron5d.data.corpus import Cursor, kinds_of, units
 from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab
-from megatron5d.data.indexed_dataset import IndexedWriter, finish_partial, with_suffix
+from megatron5d.data.indexed_dataset import IndexedWriter, finish_partial, token_files, with_suffix
 from megatron5d.data.sample_order import hash_key
 from megatron5d.data.tokenizer import (
     Tokenizer,
@@ -38,6 +38,7 @@ from megatron5d.data.tokenizer import (
     text_may_hold,
     tokenizer_digest,
 )
+from megatron5d.topology.owned_output import check_not_read, owned
 
 
 @dataclass
@@ -88,10 +89,11 @@ class Journal:
         summary = _read(self.summary_path) if self.summary_path.exists() else {}
         # with another --valid-fraction the same prefix has other outputs
         known = dict.fromkeys([*self.outputs, *summary.get("outputs", {})])
-        present = [path for output in known if (path := with_suffix(output, ".idx")).exists()]
+        present = [path for output in known for path in token_files(output) if path.exists()]
         if not present:
             return None
-        if summary.get("fingerprint") != self.fingerprint or len(present) < len(self.outputs):
+        complete = all(with_suffix(output, ".idx").exists() for output in self.outputs)
+        if summary.get("fingerprint") != self.fingerprint or not complete:
             raise ValueError(
                 f"{present[0]} is there already, from other inputs or settings; --overwrite "
                 "replaces it"
@@ -251,29 +253,28 @@ def preprocess(
     started = time.monotonic()
     tokenizer = _opened(job.recipe, reporting)
     outputs = [prefix for prefixes in job.outputs() for prefix in prefixes]
+    check_not_read((path for output in outputs for path in token_files(output)), job.files)
     journal = Journal(job.prefix, job.fingerprint(tokenizer.eod, tokenizer.bos), outputs)
-    if overwrite:
-        journal.discard()
-    if (summary := journal.finished()) is not None:
+    # a finished job needs no lock: its folder may be read-only
+    if not overwrite and (summary := journal.finished()) is not None:
         return {**summary, "up_to_date": True}
-    progress = journal.resume()
-    resumed = progress.documents
-    dtype = dtype_for_vocab(tokenizer.vocab_size)
-    while not progress.complete:
-        progress = _write(job, workers, journal, progress, dtype, reporting, save_every_s)
-    for prefix in progress.written:
-        finish_partial(prefix, dtype)
-    summary = {
-        **_result(job, progress),
-        "dtype": dtype.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-        "eod_token": None if tokenizer.eod is None else tokenizer.token(tokenizer.eod),
-        "bos": tokenizer.bos if job.recipe.prepend_bos else None,
-        "resumed_documents": resumed,
-        "seconds": round(time.monotonic() - started, 3),
-    }
-    journal.close(summary)
+    with owned(job.prefix, *outputs):
+        if overwrite:
+            journal.discard()
+        elif (summary := journal.finished()) is not None:
+            return {**summary, "up_to_date": True}
+        progress = journal.resume()
+        resumed = progress.documents
+        dtype = dtype_for_vocab(tokenizer.vocab_size)
+        while not progress.complete:
+            progress = _write(job, workers, journal, progress, dtype, reporting, save_every_s)
+        for prefix in progress.written:
+            finish_partial(prefix, dtype)
+        summary = _summary(job, progress, tokenizer, dtype) | {
+            "resumed_documents": resumed,
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        journal.close(summary)
     return {**summary, "up_to_date": False}
 
 
@@ -304,7 +305,7 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
     return tokenizer
 
 
-def _result(job: Job, progress: Progress) -> dict:
+def _summary(job: Job, progress: Progress, tokenizer: Tokenizer, dtype: np.dtype) -> dict:
     return {
         "outputs": {
             p: {"documents": docs, "tokens": tokens}
@@ -317,6 +318,11 @@ def _result(job: Job, progress: Progress) -> dict:
         "files": len(job.files),
         "kinds": dict(Counter(job.kinds)),
         "bytes": sum(path.stat().st_size for path in job.files),
+        "dtype": dtype.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "eod_token": None if tokenizer.eod is None else tokenizer.token(tokenizer.eod),
+        "bos": tokenizer.bos if job.recipe.prepend_bos else None,
     }
 
 

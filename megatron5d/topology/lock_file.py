@@ -173,7 +173,7 @@ class LockFile:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             written.write_text(json.dumps(asdict(self.owner), indent=1) + "\n")
-            overtaken = not self._create() if owner is None else _read(self.file) != owner
+            overtaken = not self._create(written) if owner is None else _read(self.file) != owner
             if overtaken:
                 return False
             written.replace(self.file)
@@ -187,12 +187,22 @@ class LockFile:
         time.sleep(SETTLE_S)
         return self._is_ours()
 
-    def _create(self) -> bool:
-        """Creates the file; False where it exists by now."""
+    def _create(self, written: Path) -> bool:
+        """Creates the file; False where it exists by now.
+
+        Args:
+            written: has the content.
+        """
         try:
-            os.close(os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            # with its content at once: an empty file would hide its owner
+            os.link(written, self.file)
         except FileExistsError:
             return False
+        except OSError:  # this file system has no hard links
+            try:
+                os.close(os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            except FileExistsError:
+                return False
         return True
 
     def _refuse_living(self, owner: Owner) -> None:
@@ -200,9 +210,9 @@ class LockFile:
         alive = is_alive(owner, self.owner)
         if self._is_touched_within_watch(owner) if alive is None else alive:
             raise OSError(
-                f"{self.target} belongs to a run that is still going: {owner}. Two runs in one "
-                "folder would overwrite each other's files: stop that one, or give this one a "
-                f"separate folder ({self.file.name} need not be removed by hand: a dead run is "
+                f"{self.target} belongs to a run that is still going: {owner}. Two writers "
+                "would overwrite each other's files: stop that one, or give this one another place "
+                f"({self.file.name} need not be removed by hand: a dead run is "
                 "recognized)"
             )
 

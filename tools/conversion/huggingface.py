@@ -23,15 +23,16 @@ from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.tools.conversion.new_checkpoint import (
-    check_empty,
     save_weights,
-    staging_folder,
     stored_dtype,
+    writes_checkpoint,
 )
+from megatron5d.topology.owned_output import staged
 from megatron5d.train.hf_export import has_tokenizer, plan_export
 from megatron5d.train.state import read_record
 
 
+@writes_checkpoint
 def from_hf(args: Namespace) -> None:
     """Writes a checkpoint of step 0, and prints its folder.
 
@@ -40,7 +41,6 @@ def from_hf(args: Namespace) -> None:
     """
     hf: Path = args.hf
     model = folder_model(hf)
-    check_empty(args.out)
     source = str(hf.resolve())
     with SafetensorsFolder(hf) as stored:
         if args.mtp:
@@ -69,19 +69,18 @@ def to_hf(args: Namespace) -> None:
             tokenizer would give other ids, or `out` has files that transformers would read.
     """
     folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
-    check_no_model_files(args.out)
     run, config = read_record(folder), saved_config(folder)
-    export = plan_export(
-        config,
-        partial(print, file=sys.stderr),
-        dtype=args.dtype,
-        tokenizer=args.tokenizer,
-        with_tokenizer=not args.no_tokenizer,
-        trained=run["progress"]["step"] > 0,
-    )
-    bar = tqdm(export.entries, unit="tensor", disable=None)
     # files appear together at the end, so that no half-written folder is loaded
-    with staging_folder(args.out) as staging:
+    with staged(args.out, check_no_model_files) as staging:
+        export = plan_export(
+            config,
+            partial(print, file=sys.stderr),
+            dtype=args.dtype,
+            tokenizer=args.tokenizer,
+            with_tokenizer=not args.no_tokenizer,
+            trained=run["progress"]["step"] > 0,
+        )
+        bar = tqdm(export.entries, unit="tensor", disable=None)
         size = save_folder(staging, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
         export.write_files(staging)
     print(f"wrote {size:,} bytes of weights to {args.out}")

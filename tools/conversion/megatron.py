@@ -29,11 +29,11 @@ from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionC
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools.conversion.new_checkpoint import (
-    check_empty,
     save_weights,
-    staging_folder,
     stored_dtype,
+    writes_checkpoint,
 )
+from megatron5d.topology.owned_output import staged
 from megatron5d.train.hf_export import check_tensor_names
 from megatron5d.train.state import Progress, read_record, twin_key
 
@@ -42,6 +42,7 @@ Shape = tuple[int, ...]
 _SPELLINGS = {"fp32_param": "param"}
 
 
+@writes_checkpoint
 def from_megatron(args: Namespace) -> None:
     """Writes a checkpoint, of step 0 without the optimizer's state, and prints its folder.
 
@@ -49,7 +50,6 @@ def from_megatron(args: Namespace) -> None:
         ValueError: the folder is not a Megatron checkpoint, its model is one that ours does not
             compute, tensors are missing, or `out` has checkpoints.
     """
-    check_empty(args.out)
     megatron = open_checkpoint(args.megatron)
     stored, arguments = megatron.weights, megatron.args
     rows = stored.tensors[EMBEDDING].shape[0]
@@ -122,23 +122,29 @@ def to_megatron(args: Namespace) -> None:
             optimizer, or `out` has a checkpoint of Megatron-LM.
     """
     folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
-    patterns = (TRACKER, RELEASE, "iter_*")
-    if old := sorted(path.name for pattern in patterns for path in args.out.glob(pattern)):
-        raise ValueError(
-            f"{args.out} already holds a checkpoint of Megatron-LM ({old[0]}): give another folder"
-        )
     config = saved_config(folder)
     dtype = args.dtype or config.precision.dtype
-    arguments = megatron_args(config.model, dtype, config.train.seq_len, _tokenizer(config.data))
-    # the master weights, where the dtype is wider than that of the run
-    weights = SavedWeights(folder, DTYPES[dtype], twin_key)
-    check_tensor_names(weights, megatron_entries(config.model), folder)
-    training = _training_state(folder, config, arguments) if args.optimizer else None
-    with staging_folder(args.out) as staging:
+    with staged(args.out, _check_vacant) as staging:
+        arguments = megatron_args(
+            config.model, dtype, config.train.seq_len, _tokenizer(config.data)
+        )
+        # the master weights, where the dtype is wider than that of the run
+        weights = SavedWeights(folder, DTYPES[dtype], twin_key)
+        check_tensor_names(weights, megatron_entries(config.model), folder)
+        training = _training_state(folder, config, arguments) if args.optimizer else None
         written = write_checkpoint(
             staging, config.model, arguments, weights.read, DTYPES[dtype], training
         )
     print(f"wrote {args.out / written.name}")
+
+
+def _check_vacant(out: Path) -> None:
+    """Raises ValueError where a folder has a checkpoint of Megatron-LM."""
+    patterns = (TRACKER, RELEASE, "iter_*")
+    if old := sorted(path.name for pattern in patterns for path in out.glob(pattern)):
+        raise ValueError(
+            f"{out} already holds a checkpoint of Megatron-LM ({old[0]}): give another folder"
+        )
 
 
 def _training_state(folder: Path, config: Config, arguments: Namespace) -> TrainingState:

@@ -1,17 +1,16 @@
 """Writing a new checkpoint, as every conversion does, and the average of several."""
 
 import re
-import shutil
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
+from megatron5d.checkpoint.folder import named_steps, saved_config, saved_steps, step_folder
 from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_checkpoint
@@ -20,6 +19,7 @@ from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config
+from megatron5d.topology.owned_output import owned
 from megatron5d.train.state import Progress, run_record, twin_key
 
 # dtype of safetensors -> the narrowest of ours that holds its values without loss
@@ -48,32 +48,22 @@ def stored_dtype(
 
 def check_empty(out: Path) -> None:
     """Raises ValueError where a directory has checkpoints."""
-    if steps := saved_steps(out):
+    if steps := named_steps(out):
         raise ValueError(
             f"{out} already holds the checkpoint of step {steps[-1]}; give a directory without any"
         )
 
 
-@contextmanager
-def staging_folder(out: Path) -> Iterator[Path]:
-    """Gives a folder within `out`, whose files move to `out` at the end, weights last.
+def writes_checkpoint(command: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
+    """Makes a command own the directory `out`, which must be without checkpoints, while it runs."""
 
-    It is removed where writing fails, and so is one that a killed process has left.
-    """
-    # within `out`, so that files move on one file system
-    staging = out / "unfinished.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    @wraps(command)
+    def run(args: Namespace) -> None:
+        with owned(args.out, checkpoints=True):
+            check_empty(args.out)
+            command(args)
 
-    def weights_last(path: Path) -> tuple[bool, bool, str]:
-        return path.is_file(), path.match("*.safetensors*"), path.name
-
-    try:
-        yield staging
-        for path in sorted(staging.iterdir(), key=weights_last):
-            path.rename(out / path.name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    return run
 
 
 def save_weights(
@@ -100,6 +90,7 @@ def save_weights(
     return resolve_checkpoint(out, "--out")
 
 
+@writes_checkpoint
 def average(args: Namespace) -> None:
     """Writes the mean of weights as a checkpoint of step 0, and prints its folder.
 
@@ -109,7 +100,6 @@ def average(args: Namespace) -> None:
         ValueError: there is no complete checkpoint, tensors or weights do not match, or `out` has
             checkpoints.
     """
-    check_empty(args.out)
     folders = _checkpoints(args.path, args.last)
     weights = args.weights or [1.0] * len(folders)
     if len(weights) != len(folders) or sum(weights) <= 0:

@@ -51,8 +51,8 @@ from megatron5d.parity.variants import faults_of
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.tools.conversion.new_checkpoint import check_empty
 from megatron5d.tools.conversion.processes import in_processes
-from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.mesh import planned_mesh
+from megatron5d.topology.owned_output import owned
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.build import build_sync, rounding_seed, sizes_of
 from megatron5d.train.pipeline_layout import PipelineLayout
@@ -236,8 +236,7 @@ def reshard(args: Namespace) -> None:
     if faults := faults_of(config, world):
         raise ConfigError(faults)
     # no run may write to the directory meanwhile
-    with ExitStack() as stack:
-        stack.callback(LockFile(args.out / "run.lock", f"DST = {args.out}").release)
+    with owned(args.out, option="DST", checkpoints=True):
         record = {"source": str(source.folder.resolve()), "save": str(source.save), "world": world}
         # as it is read from run.json, to be compared with it
         record["config"] = json.loads(json.dumps(to_dict(config)))

@@ -11,7 +11,7 @@ from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_checkpoint
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.tools.conversion.new_checkpoint import check_empty, save_weights
+from megatron5d.tools.conversion.new_checkpoint import save_weights, writes_checkpoint
 from megatron5d.topology.init_weights import normal, stream_key
 from megatron5d.train.state import twin_key
 
@@ -19,6 +19,7 @@ Shape = tuple[int, ...]
 PRINTED = ("num_experts", "top_k", "moe_ffn_hidden_size", "first_k_dense", "routed_scaling_factor")
 
 
+@writes_checkpoint
 def upcycle(args: Namespace) -> None:
     """Writes a checkpoint of step 0, and prints its folder and the overrides of its architecture.
 
@@ -26,7 +27,6 @@ def upcycle(args: Namespace) -> None:
         ValueError: there is no complete checkpoint, it cannot become such a mixture, or `out` has
             checkpoints.
     """
-    check_empty(args.out)
     folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
     config = saved_config(folder)
     sparse = upcycled(

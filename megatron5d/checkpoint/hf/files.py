@@ -9,13 +9,16 @@ from megatron5d.config.json_file import parse_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "*.gguf")
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates"),
+)
 # what transformers reads in a folder: weights, settings, tokenizers, templates, adapters
 _MODEL_FILES = (
     *WEIGHTS,
     *("config.json", "generation_config.json", "adapter_config.json"),
     *("processor_config.json", "preprocessor_config.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates"),
+    *TOKENIZER_FILES,
 )
 _CONVERT = "transformers' convert_*_weights_to_hf.py makes a folder of it"
 # weights in other formats, with what to do
@@ -49,9 +52,10 @@ def check_no_model_files(folder: Path, patterns: Sequence[str] = _MODEL_FILES) -
     """
     old = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
     if old:
+        more = f" and {len(old) - 4} more" if len(old) > 4 else ""
         raise ValueError(
-            f"{folder} already holds {', '.join(old)}, which would mix with the new files; give an "
-            "empty folder"
+            f"{folder} already holds {', '.join(old[:4])}{more}, which would mix with the new "
+            "files; give an empty folder"
         )
 
 
