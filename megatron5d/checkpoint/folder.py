@@ -10,8 +10,9 @@
     run.json                step, samples consumed, configuration
     files.json              size of every file in bytes, which shows a truncated copy; CRC-32 of
                             files without tensors (tensors have their own, which reader.py checks)
+<dir>/hf/step-00000100/     the same as a Hugging Face folder (train/hf_export.py)
 <dir>/step-00000200.left/   complete, but the run went back to an earlier step and has saved since;
-                            never read, never removed
+                            never read, never removed; so is hf/step-00000200.left/
 <dir>/step-00000050.removed/  being removed; the next start finishes an interrupted removal
 <dir>/latest                name of the newest
 """
@@ -42,6 +43,7 @@ RUN_FILE = "run.json"
 FORMAT = 1  # of run.json; raised when an older reader would misread it
 METADATA = ".metadata"  # DCP's index
 TENSOR_SUFFIX = ".distcp"  # of files that hold tensors
+EXPORTS = "hf"  # folder within checkpoint.dir: Hugging Face folders by step
 LEFT_SUFFIX = ".left"  # of checkpoints later than the step to which the run went back
 _WRITING_SUFFIX = ".tmp"
 _REMOVED_SUFFIX = ".removed"
@@ -256,11 +258,21 @@ def point_latest_to(folder: Path) -> None:
 
 
 def set_aside_later(directory: Path, step: int) -> None:
-    """Renames the complete checkpoints of later steps, from before the run went back, to
+    """Renames complete checkpoints and exports of later steps, from before the run went back, to
     `.left`."""
-    for later in saved_after(directory, step):
-        folder = step_folder(directory, later)
-        folder.rename(_unused(folder, LEFT_SUFFIX))
+    exports = directory / EXPORTS
+    saved, exported = saved_after(directory, step), named_steps(exports)
+    for later in sorted({*saved, *(number for number in exported if number > step)}):
+        checkpoint, export = step_folder(directory, later), step_folder(exports, later)
+        # a checkpoint and its export get the same suffix
+        suffix = _unused_suffix(LEFT_SUFFIX, checkpoint, export)
+        for folder in [checkpoint] * (later in saved) + [export] * (later in exported):
+            folder.rename(folder.with_name(folder.name + suffix))
+
+
+def set_aside(folder: Path) -> None:
+    """Renames a folder to `.left`."""
+    folder.rename(_unused(folder, LEFT_SUFFIX))
 
 
 def recover(directory: Path) -> list[str]:
@@ -306,9 +318,17 @@ def _exists(path: Path) -> bool:
 
 def _unused(folder: Path, suffix: str) -> Path:
     """The folder's name with the first of `suffix`, `suffix`2, ... that does not exist yet."""
+    return folder.with_name(folder.name + _unused_suffix(suffix, folder))
+
+
+def _unused_suffix(suffix: str, *folders: Path) -> str:
+    """The first of `suffix`, `suffix`2, ... with which none of the folders exists yet."""
     suffixes = itertools.chain([suffix], (f"{suffix}{count}" for count in itertools.count(2)))
-    names = (folder.with_name(folder.name + suffix) for suffix in suffixes)
-    return next(name for name in names if not _exists(name))
+    return next(
+        text
+        for text in suffixes
+        if not any(_exists(folder.with_name(folder.name + text)) for folder in folders)
+    )
 
 
 def _remove(folder: Path) -> None:

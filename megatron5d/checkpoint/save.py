@@ -41,6 +41,10 @@ class Exporter(Protocol):
 
     def finish(self, checkpoint: Path, messages: list[bytes]) -> None: ...
 
+    def end(self) -> None: ...
+
+    def is_interrupted(self, checkpoint: Path) -> bool: ...
+
 
 class SaveFailed(OSError):
     """A checkpoint could not be written; those before it are complete."""
@@ -178,6 +182,19 @@ class Saver:
         if export and self._exporter is not None:
             self._export(step_folder(self.directory, step), self._exporter)
 
+    def finish_export(self, step: int) -> None:
+        """Exports the checkpoint of a step again if an earlier process was killed during it.
+
+        Raises:
+            SaveFailed: as `save`.
+
+        Comm:
+            A broadcast over the world; then as `save`.
+        """
+        exporter, checkpoint = self._exporter, step_folder(self.directory, step)
+        if exporter and on_rank_0(lambda: exporter.is_interrupted(checkpoint)):
+            self._export(checkpoint, exporter)
+
     def _export(self, checkpoint: Path, exporter: Exporter) -> None:
         """Writes a checkpoint in the exporter's form; raises as `save`."""
         try:
@@ -190,6 +207,8 @@ class Saver:
             raise SaveFailed(
                 f"{checkpoint} could not be exported: {error}. {self._free_space()}"
             ) from error
+        finally:
+            exporter.end()
 
     def _on_all_ranks(
         self,

@@ -6,6 +6,7 @@ Ranks exchange nothing: each reads from the checkpoint what it writes, whatever 
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron5d.checkpoint.folder import EXPORTS, checkpoint_error, set_aside
 from megatron5d.checkpoint.hf.export_config import expert_scale, hf_config_from_model
 from megatron5d.checkpoint.hf.import_config import end_tokens, token_ids, token_source
 from megatron5d.checkpoint.hf.safetensors_folder import finalize_files, stored_tensors, write_shards
@@ -29,10 +31,10 @@ from megatron5d.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron5d.data.tokenizer_export import exported_tokenizer
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.topology.all_ranks import on_rank_0
+from megatron5d.topology.owned_output import owned
 from megatron5d.train.state import twin_key
 
 OUT_BIAS = ".attention.out.bias"
-FOLDER = "hf"  # in checkpoint.dir: folders that checkpoint.hf_export writes, by step
 SHARD_BYTES = 1 << 30  # of a file, whose tensors are in memory together
 
 Notify = Callable[[str], None]
@@ -116,11 +118,14 @@ class RunExport:
     `Saver`."""
 
     def __init__(self, export: HfExport, directory: Path) -> None:
-        self.export, self._directory = export, directory / FOLDER
+        self.export, self._directory = export, directory / EXPORTS
+        self._lock = ExitStack()  # of the folder that is being written, on rank 0
 
     def begin(self, checkpoint: Path) -> None:
         """Makes the folder that all ranks write to and removes interrupted ones, on rank 0."""
-        for unfinished in self._directory.glob("*.tmp"):
+        final = self._directory / checkpoint.name
+        self._lock.enter_context(owned(final, option="checkpoint.hf_export:"))
+        for unfinished in self._directory.glob("step-*.tmp"):
             shutil.rmtree(unfinished)
         self._temporary(checkpoint).mkdir(parents=True)
 
@@ -138,9 +143,17 @@ class RunExport:
         finalize_files(folder, shards, total_bytes)
         self.export.write_files(folder)
         final = folder.with_suffix("")
-        if final.exists():  # the run went back to before this step
-            shutil.rmtree(final)
+        if final.exists():  # of the same step, saved before
+            set_aside(final)
         folder.rename(final)
+
+    def end(self) -> None:
+        """Releases the folder, whether or not it was finished."""
+        self._lock.close()
+
+    def is_interrupted(self, checkpoint: Path) -> bool:
+        """Whether an earlier process was killed while it exported this complete checkpoint."""
+        return self._temporary(checkpoint).is_dir() and checkpoint_error(checkpoint) is None
 
     def _temporary(self, checkpoint: Path) -> Path:
         return self._directory / f"{checkpoint.name}.tmp"

@@ -159,6 +159,9 @@ def _train(
     code = 1
     try:
         _announce(run, reporter, predicted)
+        if saver is not None:
+            with _save_failure_reported(reporter):
+                saver.finish_export(run.progress.step)
         stopped = _stopped_early(run, reporter, stop)
         stopped = stopped or _steps(run, reporter, saver, stop, snapshots)
         if saver is not None:

@@ -42,6 +42,21 @@ def test_saved_folders_are_whole_and_the_newest_is_found(tmp_path):
     assert read_run(tmp_path / "step-00000005") == {"progress": {}}
 
 
+def test_exports_leave_with_their_checkpoints(tmp_path):
+    """And get their suffix; so do exports whose checkpoints are gone."""
+    exports = tmp_path / "hf"
+    for step in (50, 100, 200):
+        save(tmp_path, step)
+    for name in ("step-00000050", "step-00000100", "step-00000150", "step-00000200.left", "mine"):
+        (exports / name).mkdir(parents=True)
+    save(tmp_path, 75)
+    names = ["step-00000100.left", "step-00000200.left2", "step-00000050", "step-00000075"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["hf", "latest", *names])
+    left = ["step-00000100.left", "step-00000150.left", "step-00000200.left"]
+    names = sorted(path.name for path in exports.iterdir())
+    assert names == ["mine", "step-00000050", *left]
+
+
 def test_a_place_that_cannot_be_made_is_refused_before_anything_is_saved(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="no checkpoint can be saved in .*file/inside"):

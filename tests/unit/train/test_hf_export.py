@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from megatron5d.checkpoint.folder import saved_steps
 from megatron5d.tools import convert, logits
+from megatron5d.topology.owned_output import owned
 from pretrain import main
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
@@ -141,3 +142,39 @@ def test_what_can_not_be_exported_is_refused_at_the_start(
     assert ended.value.code == 2 and not place.exists()
     said = capsys.readouterr().err
     assert told in said
+
+
+def test_exports_follow_the_branch_of_the_run(tmp_path, corpus, words):
+    """They leave with their checkpoints; one that was killed is written again; others' are kept."""
+    place = tmp_path / "checkpoints"
+    arguments = [*EXPERIMENT, "model=tiny", f"data.train=[{corpus}]", f"data.tokenizer={words}"]
+    arguments += [f"checkpoint.dir={place}", "checkpoint.every=2", "checkpoint.keep=0"]
+
+    def train(*overrides):
+        return main([*arguments, *overrides])
+
+    assert train("checkpoint.hf_export=every:2", "train.steps=6") == 0
+    old = weights_of(place / "hf/step-00000006")
+    back = [f"checkpoint.resume={place}/step-00000004", "checkpoint.hf_export=last"]
+    assert train(*back, "train.steps=5") == 0
+    names = {path.name for path in (place / "hf").iterdir()}
+    assert names == {f"step-0000000{step}" for step in ("2", "4", "5", "6.left")}
+    left = weights_of(place / "hf/step-00000006.left")
+    assert all(torch.equal(old[key], left[key]) for key in old)
+
+    new = weights_of(place / "hf/step-00000005")
+    interrupted = (place / "hf/step-00000005").rename(place / "hf/step-00000005.tmp")
+    (interrupted / "config.json").unlink()
+    assert train("checkpoint.hf_export=last", "train.steps=5", "checkpoint.resume=auto") == 0
+    again = weights_of(place / "hf/step-00000005")
+    assert not interrupted.exists() and all(torch.equal(new[key], again[key]) for key in new)
+
+    (other := place / "hf/step-00000008").mkdir()
+    (other / "file").write_text("of another tool")
+    more = ["train.steps=8", "checkpoint.resume=auto", "checkpoint.hf_export=every:8"]
+    with (
+        owned(other),
+        pytest.raises(SystemExit, match="exported: .*step-00000008 belongs to"),
+    ):
+        train(*more)
+    assert (place / "hf/step-00000008.left/file").exists() and not other.exists()
