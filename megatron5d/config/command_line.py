@@ -10,6 +10,7 @@ import atexit
 import io
 import math
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -19,14 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron5d.config.completion import SHELLS, completion_script
 from megatron5d.config.convert import group_names, leaves
-from megatron5d.config.default_files import default_file
+from megatron5d.config.default_files import CONF, default_file, key_lines
 from megatron5d.config.errors import Fault, closest, closest_key
 
 FLAGS = {
-    "--help": "print this text",
+    "--help": "print this text, or what it says about KEY, GROUP or any WORD: --help warmup",
     "--cfg": "print the composed configuration as YAML and exit (`--cfg job` is the same)",
     "--config-dir": "DIR with more groups: DIR/model/mine.yaml is model=mine; may be repeated",
+    "--completion": "SHELL: print completion for bash or zsh, as in "
+    'eval "$(python pretrain.py --completion bash)"',
     "--config-name": "NAME of the YAML that composition starts from, instead of pretrain",
 }
 _SHORT = {
@@ -45,7 +49,8 @@ class Arguments:
     overrides: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)  # of --config-dir
     name: str = "pretrain"
-    show: str | None = None  # help | cfg
+    show: str | None = None  # help | cfg | completion
+    topic: str = ""  # of --help, or the shell of --completion
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -120,7 +125,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             continue
         flag, equals, value = word.partition("=")
         flag = _SHORT.get(flag, flag)
-        takes_value = flag not in ("--help", "-m", "--multirun") and not equals
+        takes_value = flag not in ("-m", "--multirun") and not equals
         if takes_value and words and not words[0].startswith("-") and "=" not in words[0]:
             value = words.pop(0)
         if fault := _apply(arguments, flag, value):
@@ -131,7 +136,12 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 def _apply(arguments: Arguments, flag: str, value: str) -> Fault | None:
     """Stores a flag and its value; gives the fault of a wrong one."""
     if flag == "--help":
-        arguments.show = "help"
+        arguments.show, arguments.topic = "help", value
+    elif flag == "--completion":
+        if value not in SHELLS:
+            reason = f"{flag} takes {' or '.join(SHELLS)} (got {value or 'nothing'})"
+            return Fault("flag-value", (flag,), reason, f"{flag} bash")
+        arguments.show, arguments.topic = "completion", value
     elif flag == "--cfg":
         arguments.show = arguments.show or "cfg"
         if value not in ("", "job", "all"):
@@ -184,6 +194,29 @@ def groups_in(folders: Sequence[Path]) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in sorted(groups.items())}
 
 
+def answer(arguments: Arguments) -> str | None:
+    """Text of `--help` or `--completion`; None if the command line has neither."""
+    folders = [CONF, *map(Path, arguments.folders)]
+    if arguments.show == "completion":
+        return completion_script(arguments.topic, groups_in(folders))
+    if arguments.show != "help":
+        return None
+    return _help_on(arguments.topic) if arguments.topic else help_text(folders)
+
+
+def _help_on(topic: str) -> str:
+    """What `--help` says about a key, a group, or every key whose description has a word."""
+    if topic in group_names() and topic != "experiment":
+        return f"{topic}:\n{textwrap.indent(default_file(topic), '    ')}"
+    word = topic.lower().lstrip("-").replace("-", "_")
+    matching = [key for key in leaves() if word in (key, key.rpartition(".")[2])]
+    pattern = rf"\b{re.escape(word)}"
+    matching = matching or [key for key in leaves() if re.search(pattern, key_lines(key).lower())]
+    if not matching and (similar := closest_key(topic, leaves())) is not None:
+        matching = [similar]
+    return "".join(map(key_lines, matching)) or f"no key's description has the word {topic}\n"
+
+
 def help_text(folders: Sequence[Path]) -> str:
     """Text of `--help`."""
     groups = groups_in(folders)
@@ -215,6 +248,21 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(**options)
         self.register("type", float, _finite)
 
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Adds an argument; `--out` may always be written `-o`."""
+        short = ["-o"] if "--out" in names and "-o" not in names else []
+        return super().add_argument(*short, *names, **options)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Adds the choice that was probably meant to argparse's error."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            similar = closest(str(value), map(str, action.choices or ()), 0.6)
+            if similar is not None:
+                error.message = f"did you mean {similar}? {error.message}"
+            raise
+
     def add_words(self, name: str, **options: Any) -> None:
         """Adds a positional argument of several words; takes the options of `add_argument`."""
         self._words = self.add_argument(name, **options)
@@ -234,17 +282,41 @@ class OptionParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parses words after later options, too, which argparse does not."""
+        """Parses words after later options, too, which argparse does not.
+
+        Without such words, a required option may be given as a word: `to-hf DIR -o OUT`.
+        """
+        required = [a for a in self._actions if a.option_strings and a.required and not self._words]
+        for action in required:
+            action.required = False
         parsed, later_words = super().parse_known_args(args, namespace)
+        for action in required:
+            action.required = True
+        if self._subparsers is None:
+            self._refuse_options(later_words)
+        self._fill(parsed, required, later_words)
         if self._words is None:
             return parsed, later_words
-        for word in later_words:
-            if word.startswith("-"):
-                similar = closest(word.partition("=")[0], self._option_string_actions, 0.6)
-                hint = f"; did you mean {similar}?" if similar else ""
-                self.error(f"{word} is not an option{hint}")
         convert: Any = self._words.type or str
         words = [f"--config-dir={folder}" for folder in getattr(parsed, "config_dir", [])]
         words += [*getattr(parsed, self._words.dest), *map(convert, later_words)]
         setattr(parsed, self._words.dest, words)
         return parsed, []
+
+    def _fill(self, parsed: Any, required: Sequence[argparse.Action], words: list[str]) -> None:
+        """Takes words for the required options that were not given, in their order."""
+        absent = [action for action in required if getattr(parsed, action.dest) is None]
+        for action in absent:
+            if not words:
+                names = ", ".join("/".join(action.option_strings) for action in absent)
+                self.error(f"the following arguments are required: {names}")
+            value = self._get_value(action, words.pop(0))
+            self._check_value(action, value)
+            setattr(parsed, action.dest, value)
+
+    def _refuse_options(self, words: Sequence[str]) -> None:
+        for word in words:
+            if word.startswith("-"):
+                similar = closest(word.partition("=")[0], self._option_string_actions, 0.6)
+                hint = f"; did you mean {similar}?" if similar else ""
+                self.error(f"{word} is not an option{hint}")

@@ -280,7 +280,7 @@ def items_of(text: str) -> list[str]:
 
 def _example(kind: Any, value: Any, path: str) -> str:
     """Legal value of a type, spelled: near to what was written, or the default."""
-    number = _number(value)
+    number = int(value) if kind is int and isinstance(value, bool) else _number(value)
     if typing.get_origin(kind) is list and isinstance(value, str):
         items = [int(item) if item.isdecimal() else item for item in items_of(value)]
         if items and (converted := _plain(kind, items)) is not _BAD:

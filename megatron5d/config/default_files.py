@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.config.convert import group_names, key_of, types_of
+from megatron5d.config.convert import default_of, described, group_names, key_of, types_of
 from megatron5d.config.key import Key
 from megatron5d.config.schema import Config
 
@@ -36,6 +36,12 @@ def _lines(kind: type, indent: str = "") -> Iterator[str]:
         else:
             default = getattr(kind(), field.name)
             yield from _wrapped(f"{entry} {_as_yaml(default)}", _comment(field.metadata["key"]))
+
+
+def key_lines(key: str) -> str:
+    """Lines of a dotted key as in `--help`: default, unit, choices, help."""
+    entry = f"{key}: {_as_yaml(default_of(key))}"
+    return "\n".join(_wrapped(entry, _comment(described(key)))) + "\n"
 
 
 def _comment(key: Key) -> str:

@@ -21,9 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.values import VALUE_CHECKS
-from megatron5d.config.command_line import Arguments, groups_in, help_text, parse_arguments
+from megatron5d.config.command_line import Arguments, answer, groups_in, parse_arguments
 from megatron5d.config.convert import (
     RENAMED,
+    SHOWN_KEYS,
     convert,
     default_of,
     described,
@@ -85,8 +86,8 @@ def load_config(
     """
     arguments = parse_arguments(argv)
     folders = [CONF, *map(Path, arguments.folders)]
-    if arguments.show == "help":
-        _leave(help_text(folders), rank)
+    if (text := answer(arguments)) is not None:
+        _leave(text, rank)
     overrides = _Overrides(arguments, folders)
     data = overrides.compose()
     overrides.read_model(data, model_readers or {})
@@ -136,8 +137,8 @@ def answer_help(argv: Sequence[str]) -> None:
         SystemExit: 0 after `--help`.
     """
     arguments = parse_arguments(argv)
-    if arguments.show == "help":
-        _leave(help_text([CONF, *map(Path, arguments.folders)]), 0)
+    if (text := answer(arguments)) is not None:
+        _leave(text, 0)
 
 
 def to_yaml(config: Config) -> str:
@@ -310,6 +311,10 @@ class _Overrides:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
+            if text.lower() in ("help", "?"):
+                return self._fault(
+                    "grammar", "", f"{text!r} is not key=value", "--help, or --help WORD"
+                )
             key, fix = _readable(text)
             reason = f"{text!r} cannot be read: {str(error).splitlines()[0]}"
             return self._fault("grammar", key, reason, fix)
@@ -364,9 +369,11 @@ class _Overrides:
         if key is not None:
             fix = f"{key}={written}"
         elif similar := closest(written, options):
-            fix = f"{group}={similar}; the options are {', '.join(options)}"
+            fix = f"{group}={similar}"
         else:
-            fix = f"{group}={alternatives(options)}"
+            fix = f"{group}=NAME; --help lists the {len(options)} names"
+            if len(options) <= SHOWN_KEYS:
+                fix = f"{group}={alternatives(options)}"
         reason = f"{group}={written}: there is no conf/{group}/{written}.yaml"
         return self._fault("unknown-option", group, reason, fix)
 

@@ -226,11 +226,18 @@ def cluster_called(name: str) -> Cluster:
     Raises:
         ValueError: there is none.
     """
-    cluster = CLUSTERS.get(SHORT_NAMES.get(name, name))
-    if cluster is None:
-        names = ", ".join(sorted({*CLUSTERS, *SHORT_NAMES}))
-        raise ValueError(f"--device must be one of {names} (got {name})")
-    return cluster
+    if is_cluster(name):
+        return CLUSTERS[SHORT_NAMES.get(name.lower(), name.lower())]
+    names = ", ".join(sorted({*CLUSTERS, *SHORT_NAMES}))
+    raise ValueError(
+        f"--device must be one of {names} (got {name}); for another device take the nearest of "
+        "these, with --device-gb and --tflops of yours"
+    )
+
+
+def is_cluster(name: str) -> bool:
+    """Whether CLUSTERS or SHORT_NAMES has this name, in any case."""
+    return name.lower() in {*CLUSTERS, *SHORT_NAMES}
 
 
 def cluster_of(device_name: str) -> Cluster | None:

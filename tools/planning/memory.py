@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 
 from megatron5d.config.schema import Config
-from megatron5d.planning.clusters import CLUSTERS, SHORT_NAMES, cluster_called
+from megatron5d.planning.clusters import CLUSTERS, cluster_called, is_cluster
 from megatron5d.planning.fit import fit_text, nearest_fit, shortage
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.rank_memory import RankMemory, gigabytes, table
@@ -69,9 +70,15 @@ def run(options: argparse.Namespace, config: Config) -> int:
 def _device(options: argparse.Namespace, imbalance: float) -> tuple[Target, int | None]:
     """Device to plan for, and its bytes if they are known."""
     device, memory_bytes = options.device, None
-    if device in CLUSTERS or device in SHORT_NAMES:
+    if is_cluster(device):
         cluster = cluster_called(device)
         device, memory_bytes = cluster.architecture, cluster.memory_bytes
+    elif not re.fullmatch("cpu|(sm_|gfx)[0-9a-f]+", device):
+        raise ValueError(
+            f"--device must be cpu, an architecture such as sm_90, or a device: "
+            f"{', '.join(CLUSTERS)} (got {device}); for another device give its architecture and "
+            "its --device-gb"
+        )
     target = Target(None if device == "cpu" else device, imbalance)
     try:
         with target.paths():

@@ -94,7 +94,11 @@ def _config(options: ReportOptions, overrides: Sequence[str], world: int) -> Con
     folder = options.runs[0] if options.runs[0].is_dir() else options.runs[0].parent
     file = folder / "config.yaml"
     if not file.is_file():
-        raise ValueError(f"{file} is missing: pass the layout of the run as overrides")
+        below = sorted(str(path.parent) for path in folder.rglob("config.yaml"))
+        fix = f"name one of the runs in it: {', '.join(below[:8])}"
+        if not below:
+            fix = "pass the layout of the run as overrides"
+        raise ValueError(f"{file} is missing: {fix}")
     return from_dict(yaml.safe_load(file.read_text()))
 
 

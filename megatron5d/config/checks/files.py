@@ -31,11 +31,25 @@ def _data_files(entries: list[str], suffixes: tuple[str, ...] = (".bin", ".idx")
 
 
 def _prefix_fix(missing: list[str]) -> str:
-    """End of a fix: the prefix of a file that was written with its suffix, or what a prefix is."""
+    """End of a fix: the prefix of a file that was written with its suffix, those in a folder, how
+    a text becomes one, or what a prefix is."""
     for file in (name[: -len(".bin")] for name in missing):
         if file.endswith((".bin", ".idx")) and isfile(file):
             return f"{file[: -len('.bin')]}]"
+        if isdir(file) and (prefixes := _prefixes_in(file)):
+            return f"{prefixes[0]}]; datasets of that folder: {_abbreviated(prefixes)}"
+        if isfile(file):
+            return (
+                f"PREFIX] after python tools/preprocess.py --input {file} --tokenizer FILE "
+                "--append-eod --out PREFIX"
+            )
     return _PREFIX.removeprefix("[")
+
+
+def _prefixes_in(folder: str) -> list[str]:
+    """Prefixes of the datasets in a folder."""
+    indexes = sorted(Path(folder).glob("*.idx"))
+    return [str(path.with_suffix("")) for path in indexes if path.with_suffix(".bin").is_file()]
 
 
 def _shell_list(entries: list[str]) -> str:

@@ -56,7 +56,9 @@ def _world_fix(c: Config, world: int) -> str:
             legal = _legal_tp_sizes(c, world) if name == "tp" else divisors(world // others)
             if legal:
                 fixes.append(f"parallel.{name}={nearest(size, legal)}")
-    return ", or ".join([*fixes, f"use {multiples(world, _model_size(c))} ranks"])
+    ranks = multiples(world, _model_size(c))
+    start = f" (bash launch/local.sh {ranks} ...)" if world == 1 else ""
+    return ", or ".join([*fixes, f"use {ranks} ranks{start}"])
 
 
 def _fewer_stages(c: Config, world: int) -> str:

@@ -338,7 +338,7 @@ NO_PATHS = shlex.split("""
     pipeline.costs data.split checkpoint.hf_export log.wandb.name log.wandb.group
     log.wandb.entity
 """)
-READ_BY_PLANS = ["model.from_hf"]
+READ_BY_PLANS = ["model.from_hf", "model.from_checkpoint"]
 
 
 @pytest.mark.parametrize(
