@@ -212,7 +212,7 @@ def _help_on(topic: str) -> str:
     matching = [key for key in leaves() if word in (key, key.rpartition(".")[2])]
     pattern = rf"\b{re.escape(word)}"
     matching = matching or [key for key in leaves() if re.search(pattern, key_lines(key).lower())]
-    if not matching and (similar := closest_key(topic, leaves())) is not None:
+    if not matching and (similar := closest_key(word, leaves())) is not None:
         matching = [similar]
     return "".join(map(key_lines, matching)) or f"no key's description has the word {topic}\n"
 
@@ -306,9 +306,9 @@ class OptionParser(argparse.ArgumentParser):
     def _fill(self, parsed: Any, required: Sequence[argparse.Action], words: list[str]) -> None:
         """Takes words for the required options that were not given, in their order."""
         absent = [action for action in required if getattr(parsed, action.dest) is None]
-        for action in absent:
+        for i, action in enumerate(absent):
             if not words:
-                names = ", ".join("/".join(action.option_strings) for action in absent)
+                names = ", ".join("/".join(action.option_strings) for action in absent[i:])
                 self.error(f"the following arguments are required: {names}")
             value = self._get_value(action, words.pop(0))
             self._check_value(action, value)
