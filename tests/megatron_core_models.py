@@ -7,7 +7,8 @@ JOBS.json is a list of jobs; each has `do` and a `folder`. `write` saves random 
 architecture in `args` (the names of Megatron-LM's arguments) over tp·pp·ep ranks in `format`
 torch_dist or torch. `logits` loads a torch_dist folder into one rank, built from the arguments in
 it, and saves its logits of `tokens` [b, s] to `out` (.npy). `step` loads a folder with its
-optimizer, steps once, and saves both to `out`. It runs as a separate process, because Megatron-Core
+optimizer, steps once, and saves both to `out`. `fields` saves to `out` (JSON) which fields of
+TransformerConfig, of those whose names match the pattern `names`, change logits. It runs as a separate process, because Megatron-Core
 expects a GPU, and its replacements here must not reach other tests.
 """
 
@@ -16,9 +17,11 @@ expects a GPU, and its replacements here must not reach other tests.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
+import re
 import signal
 import sys
 from argparse import Namespace
@@ -120,11 +123,11 @@ moe_shared_expert_intermediate_size moe_token_dispatcher_type
 """
 
 
-def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
+def _model(args: Namespace, tp: int, pp: int, ep: int, **changed: object) -> GPTModel:
     """The GPT model that Megatron-LM builds from its arguments (core_transformer_config_from_args,
-    gpt_builder)."""
+    gpt_builder), with some fields of TransformerConfig changed."""
     values = vars(args)
-    config = TransformerConfig(
+    fields = dict(
         **{name: values[name] for name in _FIELDS.split() if values.get(name) is not None},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         num_moe_experts=args.num_experts,
@@ -142,6 +145,7 @@ def _model(args: Namespace, tp: int, pp: int, ep: int) -> GPTModel:
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
     )
+    config = TransformerConfig(**(fields | changed))
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args.normalization
@@ -253,12 +257,48 @@ def logits(rank: int, world: int, job: dict) -> None:
     model = _model(args, 1, 1, 1).eval()
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
     model.load_state_dict(state["model"])
-    tokens = torch.tensor(job["tokens"])
+    result = _logits(model, job["tokens"])
+    np.save(job["out"], result[..., : args.vocab_size].float().numpy())
+
+
+def _logits(model: GPTModel, rows: list[list[int]]) -> torch.Tensor:
+    tokens = torch.tensor(rows)
     s = tokens.shape[1]
     mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
     with torch.no_grad():
-        result = model(tokens, torch.arange(s).expand_as(tokens), mask)
-    np.save(job["out"], result[..., : args.vocab_size].float().numpy())
+        return model(tokens, torch.arange(s).expand_as(tokens), mask)
+
+
+def fields(rank: int, world: int, job: dict) -> None:
+    """Changes fields of TransformerConfig, one at a time, in a model of the same weights. Saves the
+    names of those that change logits, and of those with which no model is built here."""
+    _start(1, 1, 1)
+
+    def result(**changed: object) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = _model(Namespace(**job["args"]), 1, 1, 1, **changed).eval()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            torch.manual_seed(sum(name.encode()))
+            if tensor.is_floating_point():
+                tensor.data.copy_(torch.randn_like(tensor) / 3 + (tensor.dim() == 1))
+        return _logits(model, job["tokens"])
+
+    expected = result()
+    effective, unbuilt = [], []
+    for field in dataclasses.fields(TransformerConfig):
+        if not re.fullmatch(job["names"], field.name):
+            continue
+        kinds = {bool: [not field.default], int: [2], float: [0.5], str: [None]}
+        values = kinds.get(type(field.default), [0.5, 2, True])
+        values += re.findall(r"'(\w+)'", str(field.type))  # of a Literal
+        differ = []
+        for value in values:
+            with contextlib.suppress(Exception):
+                difference = (result(**{field.name: value}) - expected).abs().max()
+                differ.append(bool(difference > 1e-4 * expected.abs().max()))
+        effective += [field.name] if any(differ) else []
+        unbuilt += [] if differ else [field.name]
+    Path(job["out"]).write_text(json.dumps([effective, unbuilt]))
 
 
 def _distributed_optimizer(model: GPTModel, job: dict):
@@ -347,4 +387,5 @@ if __name__ == "__main__":
         elif job["do"] == "step":
             run_ranks(step, job["dp"] * job["tp"], job, timeout=100)
         else:
-            run_ranks(logits, 1, job, timeout=100)
+            function = {"logits": logits, "fields": fields}[job["do"]]
+            run_ranks(function, 1, job, timeout=200)

@@ -172,6 +172,13 @@ COMMANDS = {
                 type=whole_number(),
                 metavar="N",
             ),
+            option(
+                "--ignore-arguments",
+                "unknown saved arguments that do not change what the model computes",
+                nargs="+",
+                default=[],
+                metavar="NAME",
+            ),
         ],
     ),
     "to-megatron": Command(

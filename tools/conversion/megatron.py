@@ -16,7 +16,11 @@ from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.hf.weights import lazy_weights
 from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, SavedWeights, resolve_checkpoint
-from megatron5d.checkpoint.megatron.arguments import megatron_args, model_config_from_args
+from megatron5d.checkpoint.megatron.arguments import (
+    megatron_args,
+    model_config_from_args,
+    training_notes,
+)
 from megatron5d.checkpoint.megatron.names import EMBEDDING, IGNORED, megatron_entries
 from megatron5d.checkpoint.megatron.reader import (
     TRACKER,
@@ -53,10 +57,12 @@ def from_megatron(args: Namespace) -> None:
     megatron = open_checkpoint(args.megatron)
     stored, arguments = megatron.weights, megatron.args
     rows = stored.tensors[EMBEDDING].shape[0]
-    model = model_config_from_args(arguments, rows, args.vocab_size)
+    model = model_config_from_args(arguments, rows, args.vocab_size, args.ignore_arguments)
     entries = megatron_entries(model)
     dtype = args.dtype or stored_dtype(stored.tensors, entries, IGNORED)
     note = partial(print, file=sys.stderr)
+    for line in training_notes(arguments):
+        note(f"{stored.folder}: {line}")
     if unread := sum(name.startswith("mtp.") for name in stored.tensors):
         note(f"{stored.folder}: {unread} tensors of multi-token prediction are not read")
     if rows > model.vocab_size:

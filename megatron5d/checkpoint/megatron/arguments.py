@@ -1,46 +1,70 @@
 """Arguments saved with a Megatron-LM checkpoint as fields of ModelConfig, and back.
 
-Arguments that our model does not compute are refused by name.
+Arguments that our model does not compute are refused by name, and so are arguments of other
+releases and of one's own scripts that harmless.py does not know, unless they are off.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron5d.checkpoint.canonical_model import differing_fields
 from megatron5d.checkpoint.hf.families import Fields
+from megatron5d.checkpoint.megatron.harmless import HARMLESS
 from megatron5d.config.convert import from_dict
 from megatron5d.config.derived import moe_layers
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import ModelConfig
 
 _Args = Mapping[str, Any]
-# Arguments that change the function, with the values that our model computes; an argument that is
-# absent is always supported.
+# Arguments that change the function, with the values that our model computes, of a list those of
+# its elements; an argument that is absent is always supported.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "learned_absolute"),
     "rotary_percent": (1.0,),
     "normalization": ("RMSNorm", "LayerNorm"),
     "softmax_type": ("vanilla",),
     "glu_linear_offset": (0.0,),
+    "moe_router_load_balancing_type": (
+        *("aux_loss", "seq_aux_loss", "global_aux_loss", "none", None),
+    ),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "rope_type": ("rope", None),
+    "spec": ("local", None),  # a layer by other code
+    **dict.fromkeys(
+        ("mup_width_mult", "mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power"), (1.0,)
+    ),
     **dict.fromkeys(
         (
             *("multi_latent_attention", "apply_layernorm_1p", "squared_relu", "quick_geglu"),
             *("apply_residual_connection_post_layernorm", "qk_l2_norm", "attention_output_gate"),
             *("moe_shared_expert_gate", "moe_apply_probs_on_input", "use_mup"),
+            *("layernorm_zero_centered_gamma", "moe_router_force_load_balancing"),
+            *("enable_mhc_connections", "heterogeneous_block_specs", "is_hybrid_model"),
+            *("enable_gpt_oss", "export_qk_l2_norm", "export_moe_apply_probs_on_input"),
+            "retro_add_retriever",
         ),
         (False, None),
     ),
     **dict.fromkeys(
         (
-            *("no_rope_freq", "window_size", "experimental_attention_variant"),
+            *("no_rope_freq", "window_size", "experimental_attention_variant", "softmax_scale"),
             *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
             *("hybrid_layer_pattern", "hybrid_override_pattern", "moe_latent_size"),
-            "activation_func_clamp_value",
+            *("activation_func_clamp_value", "linear_attention_freq", "activation_func"),
+            *("moe_router_force_biased", "moe_router_topk_limited_devices"),
+            *("mup_base_hidden_size", "mup_base_head_dim", "decoder_num_layers"),
+            # rows of gate and up in another order
+            *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
         ),
         (None,),
     ),
 }
+# arguments that act in training only, and have no field in ModelConfig
+_TRAINING = (
+    *("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor", "moe_input_jitter_eps"),
+    *("hidden_dropout", "attention_dropout"),
+)
 # arguments -> our field of the same value, and the value where the argument is not saved
 _SAME_VALUE: dict[str, tuple[str, Any]] = {
     "ffn_hidden_size": ("ffn_hidden_size", None),
@@ -61,26 +85,36 @@ _SAME_VALUE_MOE: dict[str, tuple[str, Any]] = {
     "moe_ffn_hidden_size": ("moe_ffn_hidden_size", None),
     "moe_router_enable_expert_bias": ("router_bias", False),
 }
+# other arguments that are read
+_READ = {
+    *("use_te_activation_func", "use_transformer_engine_op_fuser"),
+    *(*_SAME_VALUE, *_SAME_VALUE_MOE, *_TRAINING),
+    *("num_query_groups", "group_query_attention", "layernorm_epsilon", "swiglu"),
+    *("add_bias_linear", "disable_bias_linear", "add_qkv_bias", "bias_gelu_fusion", "openai_gelu"),
+    *("untie_embeddings_and_output_weights", "use_rotary_position_embeddings", "rotary_base"),
+    *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
+    *("moe_layer_freq", "moe_router_pre_softmax", "moe_shared_expert_intermediate_size"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+}
+# names of TransformerConfig for arguments that are read
+_ALIASES = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
 
 
 def model_config_from_args(
-    args: Namespace, rows: int, vocab_size: int | None = None
+    args: Namespace, rows: int, vocab_size: int | None = None, ignored: Collection[str] = ()
 ) -> ModelConfig:
     """The architecture that a checkpoint's arguments describe.
 
     Args:
         rows: of the stored embedding, including its padding.
         vocab_size: tokens; None = as the arguments say, or all rows.
+        ignored: unknown arguments of which the user says that they do not change the function.
 
     Raises:
         ValueError: they describe no model, or our model does not compute some of them; names all.
     """
     saved = vars(args)
-    unsupported = [
-        f"{name} = {saved[name]!r}: only {' or '.join(map(repr, values))} is supported"
-        for name, values in SUPPORTED.items()
-        if name in saved and saved[name] not in values
-    ]
+    unsupported = _unsupported(saved, ignored)
     if vocab_size is None:
         # the tokenizer without a vocabulary has one more token, the end of a document
         end = saved.get("tokenizer_type") == "NullTokenizer"
@@ -98,6 +132,52 @@ def model_config_from_args(
         unsupported.append(f"the arguments describe no model: {type(error).__name__} {error}")
     lines = "".join(f"\n  {line}" for line in unsupported)
     raise ValueError(f"the saved arguments compute what this model does not:{lines}")
+
+
+def _unsupported(saved: _Args, ignored: Collection[str]) -> list[str]:
+    """A line for each argument whose value our model does not compute, or may not."""
+    lines = []
+    for name, value in saved.items():
+        if name in SUPPORTED:
+            values = SUPPORTED[name]
+            elements = value if isinstance(value, list) and value else [value]
+            if any(element not in values for element in elements):
+                supported = " or ".join(map(repr, values))
+                lines.append(f"{name} = {value!r}: only {supported} is supported")
+        elif name in _ALIASES:
+            argument = _ALIASES[name]
+            if value and value != saved.get(argument):
+                lines.append(f"{name} = {value!r}, but {argument} = {saved.get(argument)!r}")
+        elif value and not (name in _READ or name in ignored or HARMLESS.fullmatch(name)):
+            lines.append(
+                f"{name} = {value!r} is unknown here and may change what the model computes; "
+                f"--ignore-arguments {name} if it does not"
+            )
+    if not saved.get("swiglu"):
+        # TransformerEngine's GELU is the tanh form
+        lines += [
+            f"{name} = True: only with swiglu = True is it supported"
+            for name in ("use_te_activation_func", "use_transformer_engine_op_fuser")
+            if saved.get(name)
+        ]
+    return lines
+
+
+def training_notes(args: Namespace) -> list[str]:
+    """A line for each kind of arguments that act in training and are not taken along."""
+    values = {name: value for name in _TRAINING if (value := getattr(args, name, None))}
+    notes = []
+    factor = values.pop("moe_expert_capacity_factor", 0)
+    if factor > 0:  # Megatron-LM reads a negative factor as none
+        note = f"moe_expert_capacity_factor = {factor} is not taken along: train with"
+        note += f" moe.capacity_factor={factor:g}"
+        if getattr(args, "moe_token_drop_policy", "probs") != "probs":
+            note += f", which drops by probability, not by {args.moe_token_drop_policy}"
+        notes.append(note)
+    if values:
+        listed = ", ".join(f"{name} = {value}" for name, value in values.items())
+        notes.append(f"not taken along, since training here has no counterpart: {listed}")
+    return notes
 
 
 def _fields(saved: _Args, unsupported: list[str]) -> Fields:
