@@ -314,6 +314,8 @@ def show(args: Namespace) -> dict:
     for role, number in (("eod", tokenizer.eod), ("bos", tokenizer.bos)):
         description[role] = number
         description[f"{role}_token"] = None if number is None else tokenizer.token(number)
+    if tokenizer.switched_off:
+        description["switched_off"] = tokenizer.switched_off
     if changes := changes_text(tokenizer):
         description["does_not_keep"] = changes
     if args.text is None:

@@ -13,7 +13,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class Ranks(NamedTuple):
     special: dict[str, int]  # special token -> id
     normal_form: bool = False  # text is brought into NFC first
     adds_bos: bool = False  # texts begin with the begin-of-text token
+    in_text: frozenset[str] = frozenset()  # of `special`: tokens that a text may hold
 
 
 class Published(NamedTuple):
@@ -183,12 +184,14 @@ def read_ranks(path: Path) -> Ranks:
     known = published or Published("", "", {})
     added = {token: number for token, number in beside.added().items() if number not in used_ids}
     pattern = known.pattern if pattern is None else PATTERNS.get(str(pattern), str(pattern))
+    special = {**known.special, **added}
     return Ranks(
         ranks,
         pattern,
-        {**known.special, **added},
+        special,
         known.normal_form,
         adds_bos=published is not None,
+        in_text=frozenset(t for t in special if not beside.flags(t).get("special", True)),
     )
 
 
@@ -357,20 +360,64 @@ def byte_level_bpe(vocab: Path, merges: Path, beside: FilesBeside) -> Any:
     model = byte_level(
         bpe, QWEN2_PATTERN if qwen2 else None, normal_form=qwen2, add_prefix_space=space
     )
-    added = {token: number for token, number in beside.added().items() if token not in tokens}
-    if qwen2 and not added:
-        added = {
-            token: len(tokens) + i
-            for i, token in enumerate(t for t in QWEN_SPECIAL[:3] if t not in tokens)
-        }
-    for token, number in sorted(added.items(), key=lambda item: item[1]):
-        model.add_tokens([AddedToken(token, normalized=False)])
-        if model.token_to_id(token) != number:
-            raise ValueError(
-                f"{vocab}: the added token {token!r} has id {number}; the next free one is "
-                f"{model.token_to_id(token)}"
-            )
+    added = beside.added()
+    if qwen2 and not added.keys() - tokens.keys():
+        missing = [token for token in QWEN_SPECIAL[:3] if token not in tokens]
+        model.add_special_tokens([AddedToken(token, normalized=False) for token in missing])
+    for token, number in add_listed(model, beside).items():
+        raise ValueError(
+            f"{vocab}: the added token {token!r} has id {number}; the next free one is "
+            f"{_next_id(model)}"
+        )
     return model
+
+
+def add_listed(model: Any, beside: FilesBeside) -> dict[str, int]:
+    """Adds to a `tokenizers.Tokenizer` the tokens that the files beside it list, as transformers
+    does.
+
+    Returns:
+        Tokens that are missing still, with their ids, since these are not the next free ones.
+    """
+    from tokenizers import AddedToken
+
+    known, missing = model.get_vocab(with_added_tokens=True), {}
+    present = model.get_added_tokens_decoder()
+    for token, number in sorted(beside.added().items(), key=lambda item: item[1]):
+        if number in present or known.get(token, number) != number:
+            continue
+        if token not in known and number != _next_id(model):
+            missing[token] = number
+            continue
+        flags = beside.flags(token)
+        add = model.add_special_tokens if flags.get("special") else model.add_tokens
+        add([AddedToken(token, **{"normalized": False, **flags})])
+    return missing
+
+
+def _next_id(model: Any) -> int:
+    """Id of the next token that is added."""
+    added = model.get_added_tokens_decoder()
+    return max(model.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1)
+
+
+def switch_off(model: Any) -> str:
+    """Turns off what is random in a `tokenizers.Tokenizer`; says what, "" = nothing was on."""
+    # BPE dropout, and the sampling of a unigram model
+    names = [n for n in ("dropout", "nbest_size", "alpha") if getattr(model.model, n, None)]
+    words = ", ".join(f"{name} {getattr(model.model, name)}" for name in names)
+    for name in names:
+        setattr(model.model, name, None)
+    return words
+
+
+def mark_special(model: Any, names: Collection[str]) -> None:
+    """Makes tokens of a `tokenizers.Tokenizer` special, unless they are."""
+    from tokenizers import AddedToken
+
+    special = {t.content for t in model.get_added_tokens_decoder().values() if t.special}
+    ordered = sorted(set(names) - special, key=model.token_to_id)
+    model.add_special_tokens([AddedToken(name, normalized=False) for name in ordered])
 
 
 def byte_signs() -> dict[int, str]:

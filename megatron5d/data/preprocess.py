@@ -31,6 +31,7 @@ from megatron5d.data.documents import BadLine, Recipe, Tokenized, ordered_map
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import IndexedWriter, finish_partial, token_files, with_suffix
 from megatron5d.data.sample_order import hash_key
+from megatron5d.data.special_tokens import EOD_NAMES, ends_turn
 from megatron5d.data.tokenizer import (
     Tokenizer,
     changes_text,
@@ -290,6 +291,8 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
         raise ValueError(
             f"--append-eod: {recipe.tokenizer} has no end-of-document token; name one with --eod"
         )
+    if recipe.append_eod and recipe.eod is None:
+        _warn_of_turns(tokenizer, reporting)
     for number in [tokenizer.eod] * recipe.append_eod + [tokenizer.bos] * recipe.prepend_bos:
         if number is not None and text_may_hold(tokenizer, number):
             name = tokenizer.token(number)
@@ -297,12 +300,32 @@ def _opened(recipe: Recipe, reporting: Reporting) -> Tokenizer:
                 f"token {number} ({name!r}) is in every document that spells it, not only where it "
                 "is put"
             )
+    if tokenizer.switched_off:
+        reporting.warning(
+            f"{recipe.tokenizer}: {tokenizer.switched_off} is off, so that a text has the same ids "
+            "each time"
+        )
     if lost := changes_text(tokenizer):
         reporting.warning(
             f"{recipe.tokenizer} does not keep {', '.join(lost)}: decoding its tokens gives "
             "another text"
         )
     return tokenizer
+
+
+def _warn_of_turns(tokenizer: Tokenizer, reporting: Reporting) -> None:
+    """Warns where documents would end with a chat's end of turn, as folders of instruct models
+    name it."""
+    assert tokenizer.eod is not None
+    name = tokenizer.token(tokenizer.eod)
+    if not ends_turn(name):
+        return
+    others = [n for n in EOD_NAMES if tokenizer.has_token(n) and not ends_turn(n)]
+    example = f"--eod '{others[0]}'" if others else "--eod TOKEN"
+    reporting.warning(
+        f"documents end with {name!r}, which ends a turn of a chat; base models are trained with "
+        f"another end ({example} names it, --eod '{name}' keeps this one)"
+    )
 
 
 def _summary(job: Job, progress: Progress, tokenizer: Tokenizer, dtype: np.dtype) -> dict:

@@ -2,7 +2,7 @@
 name them."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron5d.config.json_file import parse_json
 
-# Names of the end-of-document token in published tokenizers, the more specific ones first.
+# Names of the end-of-document token in published tokenizers, the more specific ones first. They
+# count only where no file names a token. A text may hold </s> as an HTML tag (Gemma 3).
 EOD_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -28,9 +29,11 @@ BOS_NAMES = (
     "<bos>",
     "[BOS]",
 )
+# the ends of a chat's turn: <|im_end|>, <|eot_id|>, <end_of_turn>, <|return|>, <|end|>
+_TURN_END = re.compile(
+    r"turn|im_?end|\beo[tm](\b|_)|message|assistant|user|<\|end\|>", re.IGNORECASE
+)
 ROLES = ("eos", "bos", "pad", "unk", "sep", "cls", "mask")
-# what published tokenizers write control tokens like
-_CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -88,9 +91,25 @@ class FilesBeside:
                 f"{file}: tokens and ids of added tokens cannot be read: {error}"
             ) from error
 
+    def flags(self, token: str) -> dict[str, Any]:
+        """What tokenizer_config.json says of how an added token is read: `special`, `lstrip`, ...
+
+        A token is special if any file marks it or gives it a role, as in transformers.
+        """
+        names, entry = ("special", "lstrip", "rstrip", "single_word"), self._entries.get(token, {})
+        flags = {name: bool(entry[name]) for name in names if name in entry}
+        return flags | ({"special": True} if token in self.special else {})
+
+    @cached_property
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """Added tokens of tokenizer_config.json that are objects, by their text."""
+        entries = (self.config.get("added_tokens_decoder") or {}).values()
+        return {_text(entry): entry for entry in entries if isinstance(entry, dict)}
+
+    @cached_property
     def special(self) -> set[str]:
-        """Every token that has a role."""
-        tokens: set[str] = set()
+        """Every token that has a role, or that tokenizer_config.json marks as special."""
+        tokens = {token for token, entry in self._entries.items() if entry.get("special")}
         for content in self._maps.values():
             tokens.update(_text(content.get(f"{role}_token")) for role in ROLES)
             for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -123,13 +142,6 @@ class FilesBeside:
         return "bos_token" in self.config and not any(self.named("bos"))
 
 
-def special_names(known: Iterable[str], beside: FilesBeside) -> set[str]:
-    """Tokens of a vocabulary that by name or role stand for no text, whatever their own
-    file says."""
-    named = {*EOD_NAMES, *BOS_NAMES, *beside.special()}
-    return {name for name in known if name in named or _CONTROL.fullmatch(name)}
-
-
 def asked_for(path: Path, requested: str | int, known: Mapping[str, int], what: str) -> int:
     """Id of the token that a user names.
 
@@ -149,21 +161,26 @@ def asked_for(path: Path, requested: str | int, known: Mapping[str, int], what: 
 
 
 def end_of_document(
-    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], model_id: int | None
+    beside: FilesBeside,
+    known: Mapping[str, int],
+    special: Collection[int],
+    model_id: int | None,
+    is_text: Callable[[int], bool],
 ) -> int | None:
     """Id of the token that ends a document.
 
     Args:
         beside: the files in the tokenizer's folder.
         known: token -> id.
-        special: ids that are no text.
-        own: the one that the tokenizer's file itself names.
+        special: ids of special and of added tokens.
+        model_id: the one that the tokenizer's file itself names.
+        is_text: whether a text that spells a token gets its id.
 
     Returns:
         The first one that a file names: tokenizer_config.json and special_tokens_map.json, the
-        tokenizer's own, generation_config.json and config.json, else the first of EOD_NAMES that is
-        known; None = there is none. An id that stands for text may end what a model generates, but
-        no document, which may hold that text.
+        tokenizer's own, generation_config.json and config.json, else the first of EOD_NAMES that
+        text never yields or no text means (<|this|>); None = there is none. An id that stands for
+        text may end what a model generates, but no document, which may hold that text.
 
     Raises:
         ValueError: a file names one that is not in the vocabulary.
@@ -183,11 +200,28 @@ def end_of_document(
             return number
         if number not in known.values():
             raise ValueError(f"{source}: eos_token_id {number} is not in {beside.path.name}; {fix}")
-    return next((known[name] for name in EOD_NAMES if name in known), None)
+    return next(_usual(EOD_NAMES, known, is_text), None)
+
+
+def ends_turn(name: str) -> bool:
+    """Whether a token is called like the end of a turn of a chat, not of a document."""
+    return _TURN_END.search(name) is not None
+
+
+def _usual(
+    names: Sequence[str], known: Mapping[str, int], is_text: Callable[[int], bool]
+) -> Iterator[int]:
+    for name in names:
+        if name in known and (name[1] in "|\uff5c" or not is_text(known[name])):
+            yield known[name]
 
 
 def begin_of_document(
-    beside: FilesBeside, known: Mapping[str, int], special: Collection[int], model_id: int | None
+    beside: FilesBeside,
+    known: Mapping[str, int],
+    special: Collection[int],
+    model_id: int | None,
+    is_text: Callable[[int], bool],
 ) -> int | None:
     """Id of the token that begins a document, found as `end_of_document` is; None =
     there is none.
@@ -198,7 +232,7 @@ def begin_of_document(
         return None
     names = [known[name] for _, name in beside.named("bos") if name in known]
     numbers = [number for _, number in beside.numbered("bos") if number in special]
-    usual = [known[name] for name in BOS_NAMES if name in known]
+    usual = _usual(BOS_NAMES, known, is_text)
     return next(
         iter([*names, *([model_id] if model_id is not None else []), *numbers, *usual]), None
     )

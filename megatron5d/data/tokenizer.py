@@ -2,9 +2,9 @@
 files.
 
 Special tokens are never read from text: a document that contains the characters `<|endoftext|>`
-gets the ids of those characters. No begin-of-text token is added. Tokens that a file adds to its
-vocabulary as text (`special: false`) are read as transformers does, unless they end or begin
-documents, have a role in the folder's files, or look like <|this|>.
+gets the ids of those characters. No begin-of-text token is added. A token is special by its mark in
+a file, by a role in the folder's files, or because it ends or begins documents, never by its name:
+tokens that a file adds to its vocabulary as text (`special: false`) are read as transformers does.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megatron5d.data.bpe_files import (
     PAIRS,
+    add_listed,
     byte_level_bpe,
     looks_like_ranks,
+    mark_special,
     pair_of,
     read_ranks,
     read_tekken,
+    switch_off,
 )
+from megatron5d.data.sentencepiece_files import AddedText, never_read, sentencepiece_model
 from megatron5d.data.special_tokens import (
     FilesBeside,
     asked_for,
     begin_of_document,
     end_of_document,
-    special_names,
 )
 from megatron5d.data.tiktoken_engine import RUN, TiktokenEngine, may_hold_long_run
 
@@ -174,8 +178,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
 
 
 def tokenizer_digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of the file that `load_tokenizer` would read, or of both files of a
-    pair."""
+    """SHA-256 of the file that `load_tokenizer` would read, or of both files of a pair."""
     file = tokenizer_file(path)
     return hashlib.sha256(
         b"".join(member.read_bytes() for member in pair_of(file) or [file])
@@ -183,8 +186,7 @@ def tokenizer_digest(path: str | os.PathLike[str]) -> str:
 
 
 def changes_text(tokenizer: Tokenizer) -> list[str]:
-    """What the tokenizer does not keep of a text, in words; [] = it keeps all that is tried
-    here."""
+    """What the tokenizer does not keep of a text, in words; [] = nothing is known."""
     tried = {
         "line breaks": "a\nb",
         "tabs": "a\tb",
@@ -206,8 +208,7 @@ def text_may_hold(tokenizer: Tokenizer, number: int) -> bool:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text; none where the tokenizer has none, and no token for what is
-    unknown."""
+    """Ids of a text; none where the tokenizer has none, and no token for what is unknown."""
     try:
         return tokenizer.encode(text)
     except Exception:  # bare ones of the package tokenizers
@@ -223,6 +224,7 @@ class Tokenizer:
     # texts begin with `bos` for the model that the files belong to; `encode` does not add it
     adds_bos: bool
     engine: str  # of `encode_all`, in words
+    switched_off: str = ""  # random part of the file, in words: a text has the same ids each time
     _names: dict[int, str]
 
     def encode(self, text: str) -> list[int]:
@@ -241,6 +243,10 @@ class Tokenizer:
         """How a token is written in the vocabulary."""
         return self._names[number]
 
+    def has_token(self, name: str) -> bool:
+        """Whether the vocabulary has a token that is written so."""
+        return name in self._names.values()
+
     def _name_tokens(
         self,
         beside: FilesBeside,
@@ -254,15 +260,15 @@ class Tokenizer:
         Args:
             beside: the files in the tokenizer's folder.
             known: token -> id.
-            special: ids that are no text.
-            asked: the tokens that the user names for the end and the beginning of a document.
-            own: those that the tokenizer's file itself names.
+            special: ids of special and of added tokens.
+            requested: the tokens that the user names for the end and the beginning of a document.
+            model_ids: those that the tokenizer's file itself names.
         """
         self._names = {number: name for name, number in known.items()}
         self.vocab_size = max(self._names, default=-1) + 1
         path, (eod, bos) = beside.path, requested
         self.eod, self.bos = (
-            find(beside, known, special, named)
+            find(beside, known, special, named, lambda i: text_may_hold(self, i))
             if token is None
             else asked_for(path, token, known, what)
             for find, named, token, what in (
@@ -279,80 +285,69 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path, eod: Asked = None, bos: Asked = None) -> None:
         content, beside = path.read_bytes(), FilesBeside(path)
-        self._model = _sentencepiece_model(path, content)
-        model, self._size = self._model, self._model.get_piece_size()
+        self._model = model = sentencepiece_model(path, content)
+        self._size = model.get_piece_size()
         known = {model.id_to_piece(i): i for i in range(self._size)}
-        control = {i for i in known.values() if model.is_control(i) or model.is_unknown(i)}
-        added = {
-            token: i
-            for token, i in beside.added().items()
-            if token not in known and i >= self._size
-        }
-        unread = special_names(known, beside)
+        special = {i for i in known.values() if model.is_control(i) or model.is_unknown(i)}
+        unread = known.keys() & beside.special
+        for token, i in beside.added().items():
+            if token not in known and i >= self._size:
+                known[token] = i
+                special.add(i)
+        self._read_only(path, content, beside, known, unread)
         eos, first = model.eos_id(), model.bos_id()
         self._name_tokens(
             beside,
-            {**known, **added},
-            control | set(added.values()) | {known[name] for name in unread},
+            known,
+            special | {known[name] for name in unread},
             (eod, bos),
             (eos if eos >= 0 else None, first if first >= 0 else None),
         )
-        changed = content
-        for name in unread | {
-            self._names[i] for i in (self.eod, self.bos) if i is not None and i < self._size
-        }:
-            changed = _never_read(changed, name)
-        if changed != content:
-            self._model = _sentencepiece_model(path, changed)
+        ends = {self._names[i] for i in (self.eod, self.bos) if i is not None}
+        self._read_only(path, content, beside, known, unread | ends)
+        sampling = (beside.config.get("sp_model_kwargs") or {}).get("enable_sampling")
+        self.switched_off = "sampling (sp_model_kwargs)" if sampling else ""
         llama = str(beside.config.get("tokenizer_class") or "").startswith("Llama")
         self.adds_bos = self.bos is not None and bool(beside.config.get("add_bos_token", llama))
 
+    def _read_only(
+        self,
+        path: Path,
+        content: bytes,
+        beside: FilesBeside,
+        known: dict[str, int],
+        unread: Collection[str],
+    ) -> None:
+        """Opens the model so that some tokens are never read from text."""
+        self._model = model = sentencepiece_model(path, never_read(content, unread))
+        in_text = {
+            token: i
+            for token, i in beside.added().items()
+            if token not in unread
+            and token not in beside.special
+            and known.get(token) == i
+            # an id of the model itself that it finds anyway, or never
+            and not (i < self._size and (model.is_control(i) or i in model.encode(token)))
+        }
+        self._added_text = AddedText(in_text, beside)
+
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text)
+        return self._added_text.encode(text, self._model.encode)
 
     def decode(self, ids: list[int]) -> str:
-        return self._model.decode([int(i) for i in ids if int(i) < self._size])
+        names = {i: name for name, i in self._added_text.ids.items()}
+        pieces = groupby(map(int, ids), lambda i: names.get(i))
+        return "".join(
+            name * len([*group])
+            if name
+            else self._model.decode([i for i in group if i < self._size])
+            for name, group in pieces
+        )
 
     def serialized(self) -> bytes:
         """Model as it encodes: symbols that are never read from text are control
         symbols here."""
         return self._model.serialized_model_proto()
-
-
-def _sentencepiece_model(path: Path, content: bytes) -> Any:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise ValueError(
-            f"{path} needs the package sentencepiece: pip install sentencepiece"
-        ) from error
-    try:
-        return sentencepiece.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{path}: not a sentencepiece model, tokenizer.json, tekken.json, vocab.json with "
-            "merges.txt or tiktoken file, or a damaged one: "
-            f"{len(content)} bytes that begin with {content[:16]!r}"
-        ) from error
-
-
-def _never_read(model: bytes, piece: str) -> bytes:
-    """Serialized sentencepiece model in which a piece that was USER_DEFINED is a CONTROL
-    symbol.
-
-    The first kind is found in text, the second never. A message of a piece is: 1, its length and
-    text; 2, its score in four bytes; 3, its type.
-    """
-    text = piece.encode()
-    if len(text) > 127:  # whose length would take two bytes
-        return model
-    head = b"\n" + bytes([len(text)]) + text
-    return re.sub(
-        re.escape(head) + rb"(\x15.{4}\x18)\x04",
-        lambda m: m[0][:-1] + b"\x03",
-        model,
-        flags=re.DOTALL,
-    )
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -363,35 +358,29 @@ class HuggingFaceTokenizer(Tokenizer):
     ) -> None:
         beside = FilesBeside(path)
         self._model = model = _huggingface_model(path, merges, beside)
+        self.switched_off = switch_off(model)
         model.encode_special_tokens = True  # encode their characters as text, too
         model.no_truncation()
         model.no_padding()
+        missing = add_listed(model, beside)
         known = model.get_vocab(with_added_tokens=True)
         used_ids = set(known.values())
-        known |= {
-            token: i
-            for token, i in beside.added().items()
-            if token not in known and i not in used_ids
-        }
-        listed = model.get_added_tokens_decoder()
-        added = set(listed) | (set(known.values()) - used_ids)
-        unread = special_names(known, beside)
+        known |= {token: i for token, i in missing.items() if i not in used_ids}
+        added = set(model.get_added_tokens_decoder()) | (set(known.values()) - used_ids)
+        unread = known.keys() & beside.special
+        mark_special(model, [name for name in unread if known[name] in added & used_ids])
         self._name_tokens(beside, known, added | {known[name] for name in unread}, (eod, bos))
         unread |= {self._names[i] for i in (self.eod, self.bos) if i is not None}
         # a word of the vocabulary that has a role (a pad_token "!") stays text, and is decoded
-        from tokenizers import AddedToken
-
-        marked = [
-            AddedToken(name, special=True, normalized=False)
-            for name in sorted(unread, key=known.__getitem__)
-            if (
-                not listed[known[name]].special
-                if known[name] in listed
-                else not text_may_hold(self, known[name])
-            )
-            and known[name] in used_ids
-        ]
-        model.add_special_tokens(marked)
+        mark_special(
+            model,
+            [
+                name
+                for name in unread
+                if known[name] in used_ids
+                and (known[name] in added or not text_may_hold(self, known[name]))
+            ],
+        )
         begins = model.encode("", add_special_tokens=True).ids[:1]
         adds_bos = merges is not None and bool(beside.config.get("add_bos_token"))
         self.adds_bos = self.bos is not None and (begins == [self.bos] or adds_bos)
@@ -423,6 +412,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def serialized(self) -> str:
+        """tokenizer.json in which the tokens that are never read from text are special."""
+        return self._model.to_str()
+
 
 class TiktokenTokenizer(Tokenizer):
     """A tiktoken file, one base64 token and its rank per line, or a `tekken.json`."""
@@ -452,18 +445,29 @@ class TiktokenTokenizer(Tokenizer):
             raise ValueError(
                 f"{path}: the pattern {ranks.pattern!r} cannot be used: {error}"
             ) from error
-        self._special = set(special.values())
+        self._in_text = set(ranks.in_text)
+        self._special = {i for token, i in special.items() if token not in self._in_text}
         plain = {}
         if (eod, bos) != (None, None):
             plain = {token.decode("utf-8", "replace"): rank for token, rank in ranks.ranks.items()}
-        self._name_tokens(beside, {**plain, **special}, self._special, (eod, bos))
+        self._name_tokens(beside, {**plain, **special}, set(special.values()), (eod, bos))
+        self._in_text -= {self._names[i] for i in (self.eod, self.bos) if i is not None}
+        self._special = {i for token, i in special.items() if token not in self._in_text}
         self.vocab_size = self._model.n_vocab
         self.adds_bos = ranks.adds_bos and self.bos is not None
 
     def encode(self, text: str) -> list[int]:
         if self.ranks.normal_form:
             text = unicodedata.normalize("NFC", text)
-        return [i for piece in _without_long_runs(text) for i in self._model.encode_ordinary(piece)]
+        pieces, in_text = _without_long_runs(text), self._in_text
+        if not in_text:
+            return [i for piece in pieces for i in self._model.encode_ordinary(piece)]
+        encode = self._model.encode
+        return [
+            i
+            for piece in pieces
+            for i in encode(piece, allowed_special=in_text, disallowed_special=())
+        ]
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode([int(i) for i in ids if int(i) not in self._special])

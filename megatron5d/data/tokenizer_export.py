@@ -9,18 +9,18 @@ way of splitting text.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron5d.data.bpe_files import Ranks, byte_level, byte_level_bpe, byte_signs, pair_of
-from megatron5d.data.special_tokens import FilesBeside, read_object, special_names
+from megatron5d.data.bpe_files import Ranks, add_listed, byte_level, byte_signs, pair_of, switch_off
+from megatron5d.data.special_tokens import FilesBeside, read_object
 from megatron5d.data.tokenizer import (
+    HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
     load_tokenizer,
-    text_may_hold,
     tokenizer_file,
 )
 
@@ -94,6 +94,9 @@ def exported_tokenizer(source: Path, eod: int | None, config: dict[str, Any]) ->
         if token is not None and not named.get(key):
             settings[key] = token
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(ours, SentencePieceTokenizer):  # tokens are cut out before blanks are replaced
+        for token in (settings.get("added_tokens_decoder") or {}).values():
+            token["normalized"] = False
     files = {
         "tokenizer.json": backend.to_str(pretty=True),
         SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
@@ -141,48 +144,27 @@ def _backend(file: Path) -> Any:
         return _with_added(_from_sentencepiece(file, ours), file)
     if isinstance(ours, TiktokenTokenizer):
         return _from_ranks(ours.ranks)
-    if pair := pair_of(file):
-        return _from_pair(pair, ours)
+    assert isinstance(ours, HuggingFaceTokenizer)
+    if pair_of(file):
+        return tokenizers.Tokenizer.from_str(ours.serialized())
     backend = tokenizers.Tokenizer.from_file(str(file))
     backend.no_truncation()
     backend.no_padding()
-    return backend
-
-
-def _from_pair(pair: tuple[Path, Path], ours: Tokenizer) -> Any:
-    """Reads a vocab.json and its merges; what training never reads from text is marked as
-    special."""
-    from tokenizers import AddedToken
-
-    beside = FilesBeside(pair[0])
-    backend = byte_level_bpe(*pair, beside)
-    known, added = backend.get_vocab(), backend.get_added_tokens_decoder()
-    special = [
-        n
-        for n in special_names(known, beside)
-        if known[n] in added or not text_may_hold(ours, known[n])
-    ]
-    backend.add_special_tokens([AddedToken(name, normalized=False) for name in sorted(special)])
+    add_listed(backend, FilesBeside(file))
+    switch_off(backend)
     return backend
 
 
 def _with_added(backend: Any, file: Path) -> Any:
     """Adds the tokens that a folder keeps beside its model: added_tokens.json,
     added_tokens_decoder."""
-    from tokenizers import AddedToken
-
-    expected = {
-        i: AddedToken(name, normalized=False)
-        for name, i in read_object(file.parent / SIDE_FILES[1]).items()
-    }
-    for i, token in read_object(file.parent / SETTINGS).get("added_tokens_decoder", {}).items():
-        expected[int(i)] = AddedToken(**token)
-    for i, token in sorted(expected.items()):
-        backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
-        if (actual := backend.token_to_id(token.content)) != i:
+    beside = FilesBeside(file)
+    add_listed(backend, beside)
+    for token, i in beside.added().items():
+        if (actual := backend.token_to_id(token)) != i:
             raise ValueError(
-                f"{file.parent} gives the token {token.content!r} id {i}, and with {file.name} it "
-                f"becomes {actual}: a "
+                f"{file.parent} gives the token {token!r} id {i}, and with {file.name} it "
+                f"becomes {'no token' if actual is None else actual}: a "
                 "tokenizer.json made by transformers, of the same folder, can leave instead"
             )
     return backend
@@ -309,7 +291,7 @@ def _from_ranks(encoding: Ranks) -> Any:
     """Byte-level BPE with tiktoken's pattern; a piece that is a token stays whole, as there."""
     from tokenizers import AddedToken, models
 
-    ranks, pattern, special, normal_form, _ = encoding
+    ranks, pattern, special, normal_form, *_ = encoding
     signs = byte_signs()
 
     def spelled(token: bytes) -> str:
@@ -320,17 +302,23 @@ def _from_ranks(encoding: Ranks) -> Any:
     backend = byte_level(
         models.BPE(ids, merges, ignore_merges=True), pattern, normal_form=normal_form
     )
-    names = sorted(special, key=lambda name: special[name])
-    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
+    for name in sorted(special, key=lambda name: special[name]):
+        add = backend.add_tokens if name in encoding.in_text else backend.add_special_tokens
+        add([AddedToken(name, normalized=False)])
     return backend
 
 
-def _texts(ours: Tokenizer, ids: list[int], special: list[str]) -> Iterator[str]:
-    """Yields PROBES, and up to 4,000 tokens of the vocabulary eight at a time; none with a special
-    token's name."""
-    ids = ids[:: max(1, len(ids) // 4000)]
+def _texts(
+    ours: Tokenizer, ids: list[int], added: list[str], special: Collection[str]
+) -> Iterator[str]:
+    """Yields PROBES, up to 4,000 tokens of the vocabulary eight at a time, and up to 4,000 added
+    tokens between words; none with a special token's name, which transformers reads from text."""
+    ids, added = ids[:: max(1, len(ids) // 4000)], added[:: max(1, len(added) // 4000)]
     groups = (ours.decode(ids[at : at + 8]) for at in range(0, len(ids), 8))
-    yield from (text for text in (*PROBES, *groups) if not any(name in text for name in special))
+    between = (f"{name}a{name}the {name} b\n{name}" for name in added)
+    for text in (*PROBES, *groups, *between):
+        if not any(name in text for name in special):
+            yield text
 
 
 def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[str, Any]) -> None:
@@ -340,7 +328,12 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
 
     backend = Backend.from_str(files["tokenizer.json"])
     added = backend.get_added_tokens_decoder()
-    special = [token.content for token in added.values()]
+    ends = {ours.token(i) for i in (ours.eod, ours.bos) if i is not None}
+    special = {token.content for token in added.values() if token.special}
+    special |= FilesBeside(file).special | ends
+    in_text = [token.content for token in added.values() if not token.special]
+    if isinstance(ours, SentencePieceTokenizer):
+        in_text += [piece.piece for piece in _proto(file, ours).pieces if piece.type == _USER]
     # ids may leave gaps
     ids = sorted(set(backend.get_vocab(with_added_tokens=True).values()) - set(added))
 
@@ -350,7 +343,7 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
     if theirs := _by_transformers(files, config):
         encoders["transformers' AutoTokenizer"] = theirs
     for name, encode in encoders.items():
-        for text in _texts(ours, ids, special):
+        for text in _texts(ours, ids, in_text, special):
             expected, actual = ours.encode(text), encode(text)
             if expected != actual:
                 raise ValueError(

@@ -5,7 +5,12 @@ import json
 
 import pytest
 
+from megatron5d.data import tokenizer_export
+from megatron5d.data.bpe_files import mark_special
+from megatron5d.data.documents import Recipe
+from megatron5d.data.preprocess import Reporting, _opened
 from megatron5d.data.tokenizer import load_tokenizer
+from megatron5d.data.tokenizer_export import exported_tokenizer
 
 AS_OBJECT = {"content": "[END]", "__type": "AddedToken", "special": True}
 SPELLED = "a<|endoftext|>b[END]c</s>d<|x|>e"
@@ -208,29 +213,145 @@ def rank_file(folder, tekken):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "as_text"),
     [
-        lambda folder: hugging_face(folder, special=True),
-        lambda folder: hugging_face(folder, special=False),
-        lambda folder: sentencepiece_model(folder, user_defined=True),
-        lambda folder: sentencepiece_model(folder, user_defined=False),
-        lambda folder: rank_file(folder, tekken=False),
-        lambda folder: rank_file(folder, tekken=True),
+        (lambda folder: hugging_face(folder, special=True), {"</s>", "<|x|>"}),
+        (lambda folder: hugging_face(folder, special=False), {"[END]", "</s>", "<|x|>"}),
+        (lambda folder: sentencepiece_model(folder, user_defined=True), {"[END]", "<|x|>"}),
+        (lambda folder: sentencepiece_model(folder, user_defined=False), set()),
+        (lambda folder: rank_file(folder, tekken=False), set()),
+        (lambda folder: rank_file(folder, tekken=True), set()),
     ],
     ids=["special", "added", "user-defined", "control", "tiktoken", "tekken"],
 )
-def test_no_text_is_read_as_the_token_that_ends_a_document(folder, make):
+def test_no_text_is_read_as_the_token_that_ends_a_document(folder, make, as_text):
     """Whatever kind of file it is, however it lists the token, and whichever token is named."""
     file = make(folder)
-    for eod, others in (
-        (None, ["<|endoftext|>", "</s>", "<|x|>"]),
-        ("[END]", ["[END]", "<|endoftext|>"]),
-    ):
+    for eod in ("<|endoftext|>", "[END]", "</s>", "<|x|>"):
         tokenizer = load_tokenizer(file, eod)
         ids = tokenizer.encode(SPELLED)
         names = {tokenizer._names.get(i) for i in ids}
-        assert tokenizer.eod not in ids and not names & set(others)
+        assert tokenizer.eod not in ids and as_text - {eod} <= names
         assert tokenizer.decode([*ids, tokenizer.eod]) == SPELLED
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.eod is not None and tokenizer.eod not in tokenizer.encode(SPELLED)
+
+
+USUAL = ["text", "</s>", "<eos>", "[EOS]", "<eod>", "<s>", "<bos>", "[BOS]", "<|im_end|>"]
+OBJECT = {"special": False, "normalized": False, "lstrip": False, "rstrip": False}
+
+
+def listed_beside(folder, first, **settings):
+    """Tokens that tokenizer_config.json adds to the vocabulary from the id `first` on."""
+    tokens = [{"content": name, "single_word": False, **OBJECT} for name in USUAL]
+    tokens += [{"content": "[S]", "single_word": False, **OBJECT, "special": True}]
+    write(
+        folder,
+        tokenizer_config={
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "added_tokens_decoder": dict(enumerate(tokens, first)),
+            **settings,
+        },
+    )
+
+
+def usual_in_tokenizer_json(folder, beside):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if not beside:
+        added = [tokenizers.AddedToken(name, normalized=False) for name in USUAL]
+        model.add_tokens(added)
+        model.add_special_tokens(["[S]"])
+        model.save(str(folder / "tokenizer.json"))
+        write(folder, tokenizer_config={"eos_token": "<|endoftext|>"})
+    else:
+        content = json.loads(model.to_str())
+        content["added_tokens"] = content["added_tokens"][:1]  # <s> is listed beside it, not here
+        for name in ("[END]", "[BEGIN]", "<s>"):
+            content["model"]["vocab"][f"_{name}"] = content["model"]["vocab"].pop(name)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        listed_beside(folder, model.get_vocab_size(), eos_token="<|endoftext|>")
+    return folder
+
+
+def usual_in_a_pair(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").unlink()
+    vocab = {t: i for t, i in content["model"]["vocab"].items() if i > 3} | {"<|endoftext|>": 0}
+    vocab |= {f"_{i}": i for i in (1, 2, 3)}
+    write(folder, vocab=vocab)
+    merges = [" ".join(merge) for merge in content["model"]["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    kind = "GPT2Tokenizer"
+    listed_beside(folder, len(vocab), tokenizer_class=kind, eos_token="<|endoftext|>")
+    return folder
+
+
+def usual_in_sentencepiece(folder, beside):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (folder / "tokenizer.json").unlink()
+    symbols = {} if beside else {"user_defined_symbols": USUAL, "control_symbols": ["[S]"]}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abcde abc de"] * 9),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=320,
+        hard_vocab_limit=False,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        eos_piece="<|endoftext|>",
+        bos_piece="[BEGIN]",
+        **symbols,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    if beside:
+        listed_beside(folder, model.get_piece_size(), eos_token="<|endoftext|>")
+    return folder
+
+
+def usual_in_a_rank_file(folder):
+    (folder / "tokenizer.json").unlink()
+    rank_file(folder, tekken=False)
+    listed_beside(folder, 256, pattern="o200k", eos_token="[S]")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: usual_in_tokenizer_json(folder, beside=False),
+        lambda folder: usual_in_tokenizer_json(folder, beside=True),
+        usual_in_a_pair,
+        lambda folder: usual_in_sentencepiece(folder, beside=False),
+        lambda folder: usual_in_sentencepiece(folder, beside=True),
+        usual_in_a_rank_file,
+    ],
+    ids=["json", "json-beside", "pair", "user-defined", "model-beside", "tiktoken"],
+)
+def test_usual_names_without_a_role_are_text(folder, make):
+    """Gemma 3 has <s> and </s> as HTML tags."""
+    transformers = pytest.importorskip("transformers")
+    make(folder)
+    ours = load_tokenizer(folder)
+    ids = {i for text in [*USUAL, "[S]"] for i in ours.encode(f"ab{text}c")}
+    names = {ours._names.get(i) for i in ids}
+    assert names >= {*USUAL} and "[S]" not in names
+    assert ours.bos is None or ours.token(ours.bos) == "[BEGIN]"
+    (folder / "out").mkdir()
+    for name, content in exported_tokenizer(folder, None, {"model_type": "llama"}).items():
+        (folder / "out" / name).write_text(content)
+    theirs = [transformers.AutoTokenizer.from_pretrained(folder / "out")]
+    if not (folder / "x.tiktoken").exists():  # which transformers does not open by itself
+        theirs.append(transformers.AutoTokenizer.from_pretrained(folder))
+    special = {} if (folder / "tokenizer.model").exists() else {"split_special_tokens": True}
+    texts = [f"a{name}b {name}c{name}" for name in USUAL] + ["".join(USUAL), " ".join(USUAL)]
+    texts += ["a[S]b<|endoftext|>"] if special else []
+    for text in texts:
+        for other in theirs:
+            assert other(text, add_special_tokens=False, **special).input_ids == ours.encode(text)
 
 
 def test_an_ordinary_token_with_a_role_stays_text(folder):
@@ -259,3 +380,67 @@ def test_tokens_added_as_text_are_read_as_transformers_reads_them(folder):
     text = "    <think>a\n    b"
     assert load_tokenizer(folder).encode(text) == model.encode(text).ids
     assert {262, 263} <= set(model.encode(text).ids)
+
+
+def test_an_export_that_reads_an_added_token_in_another_way_is_rejected(folder, monkeypatch):
+    usual_in_tokenizer_json(folder, beside=False)
+
+    def without_tags(path, eod=None):
+        tokenizer = load_tokenizer(path, eod)
+        mark_special(tokenizer._model, ["<eos>"])
+        return tokenizer
+
+    monkeypatch.setattr(tokenizer_export, "load_tokenizer", without_tags)
+    with pytest.raises(ValueError, match="other ids than those of training: .*<eos>"):
+        exported_tokenizer(folder, None, {"model_type": "llama"})
+
+
+def test_dropout_is_off_and_mentioned(folder):
+    """BPE-dropout gives a text other ids each time (Provilkov et al. 2020)."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    words = " ".join(f"{word} abab" for word in ("the", "there", "then"))
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer.from_str(json.dumps(content))
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<|endoftext|>"], show_progress=False, vocab_size=300
+    )
+    model.train_from_iterator([words] * 9, trainer)
+    expected = model.encode(words).ids
+    model.model.dropout = 0.5
+    model.save(str(folder / "tokenizer.json"))
+    warnings: list[str] = []
+    tokenizer = _opened(Recipe(str(folder)), Reporting(warning=warnings.append))
+    assert all(tokenizer.encode(words) == expected for _ in range(20))
+    assert [text for text in warnings if "dropout 0.5 is off" in text]
+    files = exported_tokenizer(folder, None, {"model_type": "llama"})
+    assert json.loads(files["tokenizer.json"])["model"]["dropout"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"),
+    [
+        ("<|im_end|>", True),
+        ("<|eot_id|>", True),
+        ("<end_of_turn>", True),
+        ("<|end|>", True),
+        ("<|return|>", True),
+        ("<|end_of_text|>", False),
+        ("<eos>", False),
+        ("<\uff5cend\u2581of\u2581sentence\uff5c>", False),
+    ],
+)
+def test_documents_that_end_with_a_turn_of_a_chat_are_warned_of(folder, name, warned):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.add_special_tokens([name])
+    model.save(str(folder / "tokenizer.json"))
+    write(folder, tokenizer_config={"eos_token": name})
+    for recipe, expected in (
+        (Recipe(str(folder), append_eod=True), warned),
+        (Recipe(str(folder), append_eod=True, eod=name), False),
+        (Recipe(str(folder)), False),
+    ):
+        warnings: list[str] = []
+        _opened(recipe, Reporting(warning=warnings.append))
+        turns = [text for text in warnings if "ends a turn of a chat" in text]
+        assert bool(turns) == expected and all("--eod '<|endoftext|>'" in text for text in turns)
