@@ -67,7 +67,7 @@ def test_required_options_may_be_words(capsys):
         assert (parsed.checkpoint, parsed.out) == ("A", "B")
     for words, message in (
         ("to-hf A", "required: -o/--out"),
-        ("to-hf A B --dtyp bf16", "did you mean --dtype?"),
+        ("to-hf A B --dtpye bf16", "did you mean --dtype?"),
         ("to-hf A B --dtype bf1", "did you mean bf16?"),
         ("to-fh A B", "did you mean to-hf?"),
     ):
