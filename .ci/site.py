@@ -45,4 +45,6 @@ def on_page_markdown(markdown, page, config, files):
             return f"]({config.repo_url or ''}/blob/main/{file.relative_to(ROOT)})"
         return match[0]
 
+    # CONTRIBUTING names its examples for their tests: ```python layer
+    markdown = re.sub(r"^(```\w+) \w+$", r"\1", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\(([\w./:-]+)(#[\w-]+)?\)", target, markdown)
