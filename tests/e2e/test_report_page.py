@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 from browser import Browser
@@ -186,6 +187,100 @@ def test_every_switch_changes_the_layer(browser, report):
             assert re.search(r"Without \w+", text)
         browser.run(press, name)
     assert browser.run(shown) == before
+
+
+def test_messages_of_the_picture_add_up_to_the_bytes_of_the_planner(browser, report):
+    """Over all micro-batches of a step, by pipeline rank and dimension, for every variant."""
+    sums = """
+      const micro = arguments[0], [times, place] = [arguments[1], arguments[2]], sums = {};
+      const add = (dim, size) => { sums[dim] = (sums[dim] ?? 0) + size; };
+      for (const step of journeyOf(micro).steps) {
+        if (step.sizeOn) add(dimensionOf(step.axis), step.sizeOn(place));
+        else if (step.dir !== "u")
+          for (const [stage, own] of Object.entries(step.byStage ?? { [step.stage]: step.sums }))
+            if (micro.routes[0][stage] === place)
+              for (const [dim, size] of Object.entries(own)) add(dim, size * times);
+      }
+      return sums;"""
+    gbs, compared = report["layouts"][0]["model"]["gbs"], 0
+    for record in (
+        variant for layout in report["layouts"] for variant in layout["variants"].values()
+    ):
+        if "sent_bytes" not in record:
+            continue
+        micro = record["microbatch"]
+        changed_gbs = (
+            int(record["changed"].removeprefix("train.gbs=")) if "changed" in record else gbs
+        )
+        for place, sent in enumerate(record["sent_bytes"]):
+            expected = Counter()
+            for axis, num_bytes in sent.items():
+                expected[browser.run("return dimensionOf(arguments[0])", axis)] += num_bytes
+            shown = browser.run(sums, micro, changed_gbs // micro["sizes"]["dp"], place)
+            assert {dim: num for dim, num in shown.items() if num} == pytest.approx(
+                expected, rel=1e-6
+            )
+            compared += len(expected)
+    assert compared > 40
+
+
+def test_the_picture_is_stepped_through_by_keyboard(browser, report):
+    press = (
+        "document.querySelector(arguments[0]).dispatchEvent("
+        "new KeyboardEvent('keydown', {key: arguments[1], shiftKey: arguments[2], bubbles: true}));"
+        "show(1)"
+    )
+    text = "return document.querySelector(arguments[0]).textContent"
+    root, steps = "#five-root", browser.run("return drawn().steps.length")
+    browser.run(press, root, "End", False)
+    browser.run("five.time = five.goal ?? five.time; five.goal = null; show(1)")
+    assert browser.run(text, "#five-count") == f"{steps} / {steps}"
+    seen = set()
+    for at in range(steps):
+        browser.run("go(arguments[0], true); show(1)", at)
+        step = browser.run("const {axis, size, dir} = drawn().step; return {axis, size, dir}")
+        sentence = browser.run(text, "#five-sentence")
+        assert "undefined" not in sentence and "NaN" not in sentence
+        if step["size"]:
+            assert browser.run("return bytes(arguments[0])", step["size"]) in sentence
+            seen.add(browser.run("return dimensionOf(arguments[0])", step["axis"]))
+    assert seen == {"tp", "cp", "ep", "pp", "dp"}
+    browser.run(press, root, "Home", False)
+    browser.run(press, root, "ArrowRight", True)
+    assert browser.run("return drawn().steps[target()].column") == 1
+    browser.run(press, root, " ", False)
+    assert browser.run(text, "#five-play") == "Pause"
+    browser.run(press, root, " ", False)
+    browser.run(press, root, "t", False)
+    assert "tp" in browser.run("return state.off")
+    browser.run(press, root, "t", False)
+    assert browser.run("return state.off") == []
+    browser.run(press, "#five-ranks", "ArrowRight", False)
+    assert browser.run("return state.rank") == 1
+    browser.run("change({rank: 0}); go(0, true)")
+
+
+def test_the_picture_is_complete_where_nothing_moves(report, tmp_path):
+    page = tmp_path / "still.html"
+    page.write_text(page_of(report))
+    reduced = {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+    with Browser(tmp_path / "profile") as quiet:
+        command = {"cmd": "Emulation.setEmulatedMedia", "params": reduced}
+        quiet.call("/goog/cdp/execute", command)
+        quiet.open(page)
+        counts = quiet.run(
+            "return ['model', 'data', 'ranks', 'costs'].map("
+            "(name) => document.querySelectorAll(`#five-${name} *`).length)"
+        )
+        assert min(counts) > 20
+        assert "from each" in quiet.run(
+            "return document.querySelector('#five-sentence').textContent"
+        )
+        sizes = quiet.run(
+            "return [...document.querySelectorAll('#five *')].filter((node) => node.textContent)"
+            ".map((node) => parseFloat(getComputedStyle(node).fontSize))"
+        )
+        assert min(sizes) >= 11
 
 
 def test_a_rank_is_selected_in_every_pane(browser):

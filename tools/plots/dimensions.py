@@ -36,17 +36,17 @@ def draw_block(record: dict[str, Any]) -> str:
     elements, x, bottom = [], 10.0, 0.0
     for phase in record["layer"]:
         y = 26.0
-        elements.append(_text(x, 16, phase["name"], 14, INK))
+        elements.append(text_at(x, 16, phase["name"], 14, INK))
         entries = [*phase["weights"], *phase["tensors"]]
         for entry in entries:
             if entry["cut"]:
                 elements.append(_tensor(entry, x, y))
                 y += 50
         for line in _block_notes(entries, phase["sent"]):
-            elements.append(_text(x, y + 12, line))
+            elements.append(text_at(x, y + 12, line))
             y += 16
         bottom, x = max(bottom, y), x + 310
-    return _svg(x, bottom + 12, elements)
+    return svg_of(x, bottom + 12, elements)
 
 
 def _block_notes(
@@ -67,7 +67,7 @@ def draw_memory(stages: Sequence[dict[str, Any]]) -> str:
     scale, elements = 560 / max(stage["needed_bytes"] for stage in stages), []
     for row, stage in enumerate(stages):
         x, y = 70.0, 10.0 + 30 * row
-        elements.append(_text(6, y + 16, f"ZeRO {stage['stage']}", 13, INK))
+        elements.append(text_at(6, y + 16, f"ZeRO {stage['stage']}", 13, INK))
         sums = dict.fromkeys(KIND_COLORS, 0)
         for name, value in stage["memory"][stage["worst_rank"]].items():
             kind = name.split("/")[0]
@@ -78,12 +78,12 @@ def draw_memory(stages: Sequence[dict[str, Any]]) -> str:
                 f'fill="{KIND_COLORS[kind]}"/>'
             )
             x += value * scale
-        elements.append(_text(x + 6, y + 16, f"{stage['needed_bytes'] / GIB:.0f} GiB", 12))
+        elements.append(text_at(x + 6, y + 16, f"{stage['needed_bytes'] / GIB:.0f} GiB", 12))
     for column, (kind, color) in enumerate(KIND_COLORS.items()):
         x = 70 + 130 * column
         elements.append(f'<rect x="{x}" y="136" width="11" height="11" fill="{color}"/>')
-        elements.append(_text(x + 16, 146, kind, 12))
-    return _svg(720, 158, elements)
+        elements.append(text_at(x + 16, 146, kind, 12))
+    return svg_of(720, 158, elements)
 
 
 def draw_grid(sizes: Sizes) -> str:
@@ -92,7 +92,7 @@ def draw_grid(sizes: Sizes) -> str:
     groups = list(expert_grid(sizes, dense).groups("ep"))
     axes = f"pp {sizes.pp} × dp {sizes.dp} × cp {sizes.cp} × tp {sizes.tp}"
     title = f"{sizes.world} ranks: {axes}; ep {sizes.ep} over cp, tp"
-    elements = [_text(10, 18, title, 13, INK)]
+    elements = [text_at(10, 18, title, 13, INK)]
     for rank in range(sizes.world):
         group = next(number for number, group in enumerate(groups) if rank in group)
         elements += _grid_cell(sizes, dense, rank, GROUP_COLORS[group % len(GROUP_COLORS)])
@@ -101,7 +101,7 @@ def draw_grid(sizes: Sizes) -> str:
         "across: tp cuts matrices · down: cp cuts the sequence · "
         "frames of one color: ranks that share the experts (ep)"
     )
-    return _svg(640, bottom + 24, [*elements, _text(10, bottom + 10, legend, 12)])
+    return svg_of(640, bottom + 24, [*elements, text_at(10, bottom + 10, legend, 12)])
 
 
 def _grid_cell(sizes: Sizes, dense: Grid, rank: int, frame: str) -> list[str]:
@@ -114,12 +114,12 @@ def _grid_cell(sizes: Sizes, dense: Grid, rank: int, frame: str) -> list[str]:
     elements = [
         f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="6" fill="#e8eef5" '
         f'stroke="{frame}" stroke-width="3"/>',
-        _text(x + 8, y + 20, str(rank), 14, INK) + _text(x + 8, y + 36, f"cp {cp} tp {tp}", 10),
+        text_at(x + 8, y + 20, str(rank), 14, INK) + text_at(x + 8, y + 36, f"cp {cp} tp {tp}", 10),
     ]
     if cp == tp == pp == 0:
-        elements.append(_text(x, 52, f"dp {dp}: its own sequences", 12, COLORS["zero"]))
+        elements.append(text_at(x, 52, f"dp {dp}: its own sequences", 12, COLORS["zero"]))
     if cp == tp == dp == 0:
-        elements.append(_text(10, y + CELL, f"pp {pp}", 13, COLORS["pp"]))
+        elements.append(text_at(10, y + CELL, f"pp {pp}", 13, COLORS["pp"]))
     return elements
 
 
@@ -135,16 +135,18 @@ def _tensor(entry: dict[str, Any], x: float, y: float) -> str:
         f'stroke-dasharray="3 3"/>'
         f'<rect x="{x}" y="{y}" width="{max(2.0, local_width):.1f}" '
         f'height="{max(2.0, local_height):.1f}" fill="{COLORS[names[0]]}"/>'
-        + _text(x + 88, y + 14, label, 12, INK)
-        + _text(x + 88, y + 30, f"{shape} → {local}")
+        + text_at(x + 88, y + 14, label, 12, INK)
+        + text_at(x + 88, y + 30, f"{shape} → {local}")
     )
 
 
-def _text(x: float, y: float, text: str, size: int = 11, color: str = "#5b6670") -> str:
+def text_at(x: float, y: float, text: str, size: int = 11, color: str = "#5b6670") -> str:
+    """A text as an SVG element."""
     return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" fill="{color}">{escape(text)}</text>'
 
 
-def _svg(width: float, height: float, elements: list[str]) -> str:
+def svg_of(width: float, height: float, elements: list[str]) -> str:
+    """A complete SVG of some elements, on white."""
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     background = f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'

@@ -25,6 +25,7 @@ from megatron5d.planning.memory.rank_memory import RankMemory, gigabytes
 from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults, quick_layout
 from megatron5d.planning.time.predict import Estimator, bytes_on
 from megatron5d.tools.report.layer import layer_record, name_cuts
+from megatron5d.tools.report.microbatch import microbatch_record
 from megatron5d.tools.report.timeline import (
     estimator_on,
     memory_over_time,
@@ -253,7 +254,7 @@ def zero_stage(layout: ReportLayout, stage: int) -> dict[str, Any]:
 
 def _without_layer(record: dict[str, Any], stage: int) -> dict[str, Any]:
     return {"stage": stage} | {
-        key: value for key, value in record.items() if key not in ("layer", "off")
+        key: value for key, value in record.items() if key not in ("layer", "microbatch", "off")
     }
 
 
@@ -301,6 +302,10 @@ def _numbers(
         "memory": [ranks[rank].kinds() for rank in sorted(ranks)],
         **step,
         "layer": layer_record(config, workloads),
+        "microbatch": microbatch_record(
+            config, layout.world, estimator.workloads if estimator else workloads_of(Target())
+        )
+        | _sizes_and_grids(config, layout.world),
     }
 
 

@@ -19,9 +19,11 @@ from megatron5d.pipeline_parallel.simulate import simulate
 from megatron5d.planning.clusters import GIB, cluster_called
 from megatron5d.planning.planned_config import planned_config
 from megatron5d.tools.plots.dimensions import draw_block, draw_grid, draw_memory
+from megatron5d.tools.plots.motion import draw_ring, follow_microbatch
 from megatron5d.tools.plots.schedule import draw_svg
 from megatron5d.tools.report.collect import ReportLayout, variant, zero_stage
 from megatron5d.tools.report.layer import name_cuts
+from megatron5d.tools.report.microbatch import sequence_pieces
 from megatron5d.topology.grid import resolve
 
 COMMON = (
@@ -219,6 +221,10 @@ def write_docs(docs: Path) -> list[Path]:
         pages[docs / "parallelism" / f"{example.page}.md"] = {"layer": block_table(record)}
         pictures[example.page] = _picture_of(example, record)
     pictures["grid"] = draw_grid(resolve(16, tp=2, cp=2, pp=2, ep=4, etp=1))
+    ring = planned_config(
+        ["experiment=llama3_8b", "parallel.tp=1", "parallel.sp=false", "parallel.cp=4"], 4
+    )
+    pictures["ring"] = draw_ring(sequence_pieces(ring))
     program = build_program("dualpipe", 8, 20)
     costs = Costs(a2aF=0.3, a2aB=0.3)
     pictures["dualpipe"] = draw_svg(program, simulate(program, costs), width=1000, row=22)
@@ -233,7 +239,9 @@ def write_docs(docs: Path) -> list[Path]:
 def _picture_of(example: Example, record: dict[str, Any]) -> str:
     if example.page == "pipeline":
         program = build_program("1f1b", 4, 8)
-        return draw_svg(program, simulate(program, Costs()), width=1000)
+        result = simulate(program, Costs())
+        svg = draw_svg(program, result, width=1000)
+        return follow_microbatch(svg, program, result, width=1000, row=26)
     if example.page == "data":
         return draw_memory([zero_stage(layout_of(example), stage) for stage in range(4)])
     return draw_block(record)

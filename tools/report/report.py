@@ -108,7 +108,11 @@ def _cluster(device: str | None, runs: Sequence[dict[str, Any]]) -> Cluster | No
 
 
 WEB = Path(__file__).resolve().parent / "web"
-SCRIPTS = ("base", "layer", "grid", "memory", "pipeline", "step", "runs", "compare")
+SCRIPTS = (
+    *("base", "layer", "grid", "memory", "pipeline", "step", "runs"),
+    *("journey", "five", "five_scenes", "five_controls", "compare"),
+)
+STYLES = ("style", "five")
 
 
 def page_of(report: dict[str, Any]) -> str:
@@ -116,7 +120,7 @@ def page_of(report: dict[str, Any]) -> str:
     data = json.dumps(report, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     sections = {
         "@TITLE@": html.escape(report["title"]),
-        "@STYLE@": (WEB / "style.css").read_text(),
+        "@STYLE@": "".join((WEB / f"{name}.css").read_text() for name in STYLES),
         "@SCRIPT@": "\n".join((WEB / f"{name}.js").read_text() for name in SCRIPTS),
         "@DATA@": data,
     }

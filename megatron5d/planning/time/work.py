@@ -61,6 +61,24 @@ class Gemm:
         return tokens * width + weights * (8 if self.summed else width)
 
 
+class Message(NamedTuple):
+    """One collective of a phase, as the ledger counts it."""
+
+    axis: str
+    operation: str
+    num_bytes: int  # sent by one rank, in a ring
+    after_gemms: int  # number of GEMMs of the phase that ran before
+
+
+class Step(NamedTuple):
+    """One pass of one phase of a unit."""
+
+    kind: str  # of phases/phase.py
+    phase: str
+    num_gemms: int
+    messages: tuple[Message, ...]
+
+
 @dataclass(frozen=True)
 class Work:
     """One pass (F, B, I or W) of one or several units of one micro-batch, on one rank.
@@ -73,6 +91,7 @@ class Work:
         sent: by axis and collective.
         host_bytes: of tensors copied to the host or back.
         kept_bytes: new on the device after the pass; for a forward, what its backward needs.
+        steps: passes of its phases in order, with their messages.
     """
 
     gemms: tuple[Gemm, ...] = ()
@@ -82,6 +101,7 @@ class Work:
     sent: Sent = field(default_factory=dict)
     host_bytes: float = 0.0
     kept_bytes: float = 0.0
+    steps: tuple[Step, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -105,6 +125,14 @@ class Work:
             sent,
             self.host_bytes * sequences / layers,
             self.kept_bytes * sequences / layers,
+            tuple(
+                step._replace(
+                    messages=tuple(
+                        m._replace(num_bytes=m.num_bytes * sequences) for m in step.messages
+                    )
+                )
+                for step in self.steps
+            ),
         )
 
 
@@ -201,6 +229,7 @@ def total_work(works: Iterable[Work]) -> Work:
         sent,
         sum(work.host_bytes for work in works),
         sum(work.kept_bytes for work in works),
+        tuple(step for work in works for step in work.steps),
     )
 
 

@@ -38,6 +38,8 @@ from megatron5d.planning.time.work import (
     Elements,
     Gemm,
     Matrix,
+    Message,
+    Step,
     Unit,
     Work,
     count_products,
@@ -60,12 +62,29 @@ Works = dict[str, dict[Phase, Work]]
 _Trace = tuple[GPT, list[Kind], Works, Any]
 
 
+class _OrderedLedger(Ledger):
+    """A ledger that also lists the messages between the GEMMs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemms, self.messages = list[Gemm](), list[Message]()
+
+    def record(self, axis: str, op: str, num_elements: int, element_bytes: int) -> None:
+        super().record(axis, op, num_elements, element_bytes)
+        self.messages.append(Message(axis, op, num_elements * element_bytes, len(self.gemms)))
+
+    def clear(self) -> None:
+        super().clear()
+        self.gemms.clear()
+        self.messages.clear()
+
+
 class _Counter(MemoryWatch):
     """Counts the work of phases while they run."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: _OrderedLedger) -> None:
         super().__init__()
-        self.ledger, self.gemms = ledger, list[Gemm]()
+        self.ledger, self.gemms = ledger, ledger.gemms
         self.num_made = self.made_bytes = self.host_bytes = self.before = 0
 
     def _count(self, tensor: Tensor, operation: str) -> None:
@@ -73,8 +92,8 @@ class _Counter(MemoryWatch):
         self.num_made += 1
         self.made_bytes += tensor.nbytes
 
-    def take(self, core_flops: float) -> Work:
-        """The work since the last call, with the FLOPs of attention from a formula."""
+    def take(self, core_flops: float, kind: str = "", phase: str = "") -> Work:
+        """The work since the last call: of a phase, with the FLOPs of attention from a formula."""
         new_bytes, self.before = self.live_bytes - self.before, self.live_bytes
         work = Work(
             tuple(self.gemms),
@@ -84,9 +103,10 @@ class _Counter(MemoryWatch):
             dict(self.ledger.totals),
             self.host_bytes,
             new_bytes,
+            (Step(kind, phase, len(self.gemms), tuple(self.ledger.messages)),),
         )
         self.ledger.clear()
-        self.gemms, self.num_made, self.made_bytes, self.host_bytes = [], 0, 0, 0
+        self.num_made = self.made_bytes = self.host_bytes = 0
         return work
 
     def copied(self, num_bytes: int) -> None:
@@ -362,7 +382,7 @@ def _run_single(
     specs = {0: StageSpec(window, True, not depths, range(depths or num_mtp))}
     if depths:
         specs[1] = StageSpec(range(0), False, True, range(depths, num_mtp))
-    ledger, parallel = Ledger(), config.parallel
+    ledger, parallel = _OrderedLedger(), config.parallel
     experts, dense = parallel.ep * (parallel.etp or parallel.tp), parallel.cp * parallel.tp
     world = dense * (experts // gcd(experts, dense))
     sizes = sizes_of(config, world)
@@ -394,7 +414,7 @@ def _matrices(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> Iterato
         spec = spec_of(parameter)
         if uses_muon(spec, optim):
             full = torch.empty(gathered_shape(spec), dtype=parameter.dtype, device="meta")
-            with _IterationCounter(Ledger()) as counter:
+            with _IterationCounter(_OrderedLedger()) as counter:
                 replace_by_update(spec, full, optim.ns_steps, optim.muon_per_head)
             yield Matrix(parameter.numel(), spec.expert, counter.take(0.0))
 
@@ -408,7 +428,7 @@ def _copied(parameters: Iterable[nn.Parameter]) -> dict[str, int]:
     return dict(elements)
 
 
-def _counted_passes(config: Config, model: GPT, batch, ledger: Ledger, backs: str) -> Works:
+def _counted_passes(config: Config, model: GPT, batch, ledger: _OrderedLedger, backs: str) -> Works:
     """Work of each pass: F, each kind of backward, and W after I."""
     form, works, core = boundary_form(config, "meta"), Works(), CoreFlops(config)
     num_terms, loss_dtype = len(loss_terms(config)), statistics_dtype(form.dtype)
@@ -441,5 +461,6 @@ def _run(work: Pass, counter: _Counter, core: CoreFlops) -> dict[Phase, Work]:
     works: dict[Phase, list[Work]] = defaultdict(list)
     for kind, phase, *_ in work.steps:
         work.advance()
-        works[phase].append(counter.take(core(phase, kind)))
+        name = getattr(phase, "kind", None) or type(phase).__name__
+        works[phase].append(counter.take(core(phase, kind), kind, name))
     return {phase: total_work(of_phase) for phase, of_phase in works.items()}

@@ -96,7 +96,10 @@ function pane(id, title, lead, draw) {
   const body = make("div");
   const section = make("section", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title` }, title), make("p", { class: "lead" }, lead), body);
   document.getElementById("panes").append(section);
-  const redraw = () => body.replaceChildren(...[draw()].flat().filter(Boolean));
+  const redraw = () => {
+    const drawn = [draw()].flat().filter(Boolean);
+    if (drawn.length !== 1 || drawn[0] !== body.firstChild) body.replaceChildren(...drawn); // a pane that keeps its nodes keeps the focus
+  };
   panes.push(redraw);
   redraw();
 }
