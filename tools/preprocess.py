@@ -24,7 +24,7 @@ from megatron5d.config.errors import exit_code
 from megatron5d.data.corpus import KINDS, list_files
 from megatron5d.data.documents import BadLine, Recipe
 from megatron5d.data.preprocess import Job, Progress, Reporting, preprocess
-from megatron5d.tools.options import add_corpus, add_json, whole_number
+from megatron5d.tools.options import add_corpus, add_json, file_prefix, whole_number
 
 SHOWN_BAD_LINES = 10
 SHOWN_FILES = 5
@@ -45,7 +45,11 @@ def arguments() -> Namespace:
         help="tokenizer file of any kind, or its folder",
     )
     parser.add_argument(
-        "--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+        "--out",
+        type=file_prefix,
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.bin and PREFIX.idx",
     )
     parser.add_argument(
         "--text-per",
@@ -78,8 +82,6 @@ def arguments() -> Namespace:
     args = parser.parse_args()
     if not 0 <= args.valid_fraction < 1:
         parser.error(f"--valid-fraction requires 0 <= fraction < 1 (got {args.valid_fraction})")
-    if args.out.endswith((os.sep, ".")):
-        parser.error(f"--out {args.out} does not end in a file name")
     if len(set(args.json_keys)) < len(args.json_keys):
         parser.error(f"--json-keys {' '.join(args.json_keys)} names a key twice")
     return args

@@ -5,12 +5,15 @@
     python tools/tokens.py merge data/web-0 data/web-1 --out data/web
     python tools/tokens.py cut data/web --documents 0:1000 --out data/sample
     python tools/tokens.py import ids/*.npy --vocab-size 32000 --out data/ids
+    python tools/tokens.py import train.bin --dtype uint16 --eod 50256 --vocab-size 50257 --out gpt2
 
 `merge` joins files of one id type byte for byte, as Megatron's merge_datasets.py does. `cut` takes
-documents FIRST:END, or a share of them (`--share 0:0.01`). `import` reads .npy files and columns of
-token lists in parquet files. A row of a list column or of a two-dimensional array is a document; a
-one-dimensional array is one document, or several that end with the id --eod. Exit code 2 for bad
-input: a damaged file, different id types, or an id outside the vocabulary.
+documents FIRST:END, or a share of them (`--share 0:0.01`). `import` reads .npy files, columns of
+token lists in parquet files, datatrove's .ds with its .ds.index, llm.c's .bin, and ids alone, as
+dolma (.npy) and nanoGPT (.bin) write them, with --dtype. A row of a list column or of a
+two-dimensional array is a document; a one-dimensional array is one document, or several that end
+with the id --eod. Exit code 2 for bad input: a damaged file, different id types, or an id outside
+the vocabulary.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from tqdm import tqdm
 
 from megatron5d.config.command_line import OptionParser, print_anywhere
 from megatron5d.config.errors import exit_code
-from megatron5d.data.corpus import open_parquet
+from megatron5d.data.imported_tokens import DTYPES, token_arrays
 from megatron5d.data.index_format import dtype_for_vocab
 from megatron5d.data.indexed_dataset import (
     IndexedDataset,
@@ -41,7 +44,7 @@ from megatron5d.data.indexed_dataset import (
     with_suffix,
 )
 from megatron5d.data.tokenizer import load_tokenizer
-from megatron5d.tools.options import add_json, whole_number
+from megatron5d.tools.options import add_json, file_prefix, whole_number
 from megatron5d.topology.owned_output import check_not_read, owned
 
 CHUNK_TOKENS = 1 << 22  # read or copied at a time
@@ -70,9 +73,12 @@ def arguments() -> Namespace:
         "--documents", metavar="FIRST:END", help="such as 0:1000, or 1000: to the last"
     )
     selection.add_argument("--share", metavar="FROM:TO", help="of the documents, such as 0:0.01")
-    imported.add_argument("files", nargs="+", metavar="FILE", help=".npy or parquet")
+    imported.add_argument("files", nargs="+", metavar="FILE", help=".npy, parquet, .ds, .bin")
     imported.add_argument(
         "--column", default="input_ids", help="of parquet files (default: input_ids)"
+    )
+    imported.add_argument(
+        "--dtype", choices=DTYPES, help="of the ids in files that do not say it (dolma, nanoGPT)"
     )
     imported.add_argument("--eod", type=int, help="last id of each document of a flat array")
     imported.add_argument(
@@ -80,7 +86,11 @@ def arguments() -> Namespace:
     )
     for command in (merge, cut, imported):
         command.add_argument(
-            "--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+            "--out",
+            type=file_prefix,
+            required=True,
+            metavar="PREFIX",
+            help="writes PREFIX.bin and PREFIX.idx",
         )
         command.add_argument("--overwrite", action="store_true", help="replace the files at PREFIX")
     for command in (inspect, decode, merge, cut, imported):
@@ -204,7 +214,7 @@ def copy(sources: Sequence[Source], out: str, overwrite: bool) -> dict[str, Any]
     if len(dtypes) > 1:
         names = " and ".join(f"{name} ({prefix})" for name, prefix in dtypes.items())
         raise ValueError(f"files of one id type are required (got {names})")
-    documents = [np.zeros(1, np.int64)]  # sequences before each document
+    documents, num_sequences = [np.zeros(1, np.int64)], 0  # sequences before each document
     with _writer(out, np.dtype(next(iter(dtypes))), overwrite) as writer:
         # a document may have several sequences, whose borders the copy keeps
         for prefix, first, end in sources:
@@ -216,7 +226,9 @@ def copy(sources: Sequence[Source], out: str, overwrite: bool) -> dict[str, Any]
             groups = np.unique([0, *inner, len(starts) - 1])
             for k, ids in enumerate(_stream(data, starts[groups], data.prefix)):
                 writer.add_documents(ids, np.diff(starts[groups[k] : groups[k + 1] + 1]))
-            documents.append(indices[1:] - indices[0] + documents[-1][-1])
+            # a part may have no documents
+            documents.append(indices[1:] - indices[0] + num_sequences)
+            num_sequences += int(indices[-1] - indices[0])
         writer.finalize(np.concatenate(documents))
     return inspect(out, scan=False)
 
@@ -252,42 +264,13 @@ def _range(text: str, shares: bool, total: int) -> tuple[int, int]:
     return first, end
 
 
-def token_arrays(path: Path, column: str, eod: int | None) -> Iterator[np.ndarray]:
-    """Yields the documents of a .npy or parquet file, each `[tokens]`."""
-    if path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r")
-        if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
-            raise ValueError(
-                f"{path}: token ids are integers of one or two dims "
-                f"(got {array.dtype.name} of {array.ndim})"
-            )
-        # a flat array is divided after each end-of-document id
-        if array.ndim == 1:
-            ends = np.flatnonzero(array == eod) + 1 if eod is not None else np.empty(0, np.int64)
-            array = np.split(array, ends[ends < len(array)])
-        yield from array
-        return
-    with open_parquet(path) as parquet:
-        names = parquet.schema_arrow.names
-        if column not in names:
-            raise ValueError(f"{path}: no column {column!r} (--column); it has {', '.join(names)}")
-        for batch in parquet.iter_batches(1024, columns=[column]):
-            for row in batch.column(column):
-                # a missing row is an empty document
-                values = getattr(row, "values", None) if row.is_valid else ()
-                ids = np.asarray(values) if values is not None else np.empty(0)
-                if len(ids) and ids.dtype.kind not in "iu" or values is None:
-                    raise ValueError(
-                        f"{path}: column {column!r} requires lists of integers (got {row.type})"
-                    )
-                yield ids
-
-
 def import_arrays(args: Namespace) -> dict[str, Any]:
     """Writes the documents of all files to one pair."""
     with _writer(args.out, dtype_for_vocab(args.vocab_size), args.overwrite) as writer:
         for name in tqdm(args.files, unit="file", desc="importing", disable=None):
-            for number, ids in enumerate(token_arrays(Path(name), args.column, args.eod)):
+            for number, ids in enumerate(
+                token_arrays(Path(name), args.column, args.eod, args.dtype)
+            ):
                 if not len(ids):
                     continue
                 low, high = int(ids.min()), int(ids.max())
@@ -295,6 +278,12 @@ def import_arrays(args: Namespace) -> dict[str, Any]:
                     raise ValueError(
                         f"{name}: document {number} has id {low if low < 0 else high}; "
                         f"--vocab-size is {args.vocab_size}"
+                        + (f", or its ids are not {args.dtype}" if args.dtype else "")
+                    )
+                if len(ids) >= 2**31 and args.eod is None:
+                    raise ValueError(
+                        f"{name}: a document of {len(ids)} ids, at most 2^31 - 1; name the id that "
+                        "ends a document with --eod"
                     )
                 writer.add_document(ids)
         writer.finalize()

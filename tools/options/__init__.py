@@ -1,6 +1,7 @@
 """Options that several tools share. Needs the standard library only, since `--help` imports it."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,13 @@ def whole_number(least: int = 1) -> Callable[[str], int]:
         return int(text)
 
     return integer
+
+
+def file_prefix(text: str) -> str:
+    """Type of an option that names files by their beginning, which is no folder."""
+    if Path(text).name in ("", "..") or text.endswith((os.sep, f"{os.sep}.")):
+        raise argparse.ArgumentTypeError(f"{text} does not end in a file name")
+    return text
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -308,7 +308,7 @@ def test_each_key_is_a_dataset_of_its_own(tmp_path, tokenizer_file):
         ({"--valid-fraction": "1.5"}, "--valid-fraction requires 0 <= fraction < 1 (got 1.5)"),
         ({"--workers": "0"}, "--workers: 0 is below 1"),
         ({"--eod": "<nope>"}, "'<nope>' is not in the vocabulary"),
-        ({"--out": "somewhere/"}, "--out somewhere/ does not end in a file name"),
+        ({"--out": "somewhere/"}, "--out: somewhere/ does not end in a file name"),
         ({"--json-keys": "text", "text": "text"}, "--json-keys text text text"),
     ],
 )

@@ -3,6 +3,7 @@ says."""
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron5d.config.errors import names_file
+from megatron5d.data import imported_tokens
 from megatron5d.data.index_format import MAGIC
 from megatron5d.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megatron5d.tools import tokens
@@ -94,6 +96,27 @@ def test_the_command_line_merges_cuts_and_inspects(pair):
     }
 
 
+@pytest.mark.parametrize("order", ["none a b", "a none b", "a b none", "none", "none none a none"])
+def test_parts_without_documents_are_joined(pair, monkeypatch, order):
+    """tools/preprocess.py writes such a part for a shard of empty texts."""
+    write_raw(Path("none"), [])
+    parts = {"none": [], "a": A, "b": B}
+    monkeypatch.setattr(sys, "argv", ["tokens.py", "merge", *order.split(), "--out", "m"])
+    assert tokens.main() == 0
+    documents = [document for name in order.split() for document in parts[name]]
+    assert content("m") == expected(documents)
+
+
+@pytest.mark.parametrize("out", ["dir/", "dir/.", "..", "dir/.."])
+@pytest.mark.parametrize("command", ["merge a b", "cut a --share :1", "import r --vocab-size 9"])
+def test_out_ends_in_a_file_name(pair, monkeypatch, capsys, command, out):
+    monkeypatch.setattr(sys, "argv", ["tokens.py", *command.split(), "--out", out])
+    with pytest.raises(SystemExit) as refused:
+        tokens.arguments()
+    assert refused.value.code == 2
+    assert f"{out} does not end in a file name" in capsys.readouterr().err
+
+
 def test_more_files_are_joined_than_a_process_may_have_open(pair):
     """A run that names too many files is told to merge them."""
     many = " ".join(write_raw(Path(f"{i}"), A) for i in range(60))
@@ -162,6 +185,82 @@ def test_other_arrays_are_rejected(arrays, options, message):
     assert rejected.returncode == 2
     assert message in rejected.stderr and "Traceback" not in rejected.stderr
     assert not list(Path().glob("r.*"))
+
+
+FLAT = [[7, 3, 0], [9, 0], [2, 2, 2]]  # documents that end with 0, the last one without it
+IDS = [token for document in FLAT for token in document]
+
+
+def write_foreign(kind, item):
+    """A file as another program writes it, of ids of `item` bytes; its name, and its documents."""
+    ids = np.array(IDS, f"<u{item}")
+    if kind == "dolma":  # numpy.memmap of a fixed size
+        name, body = "part-0-00000.npy", ids.tobytes()
+    elif kind == "datatrove":
+        name, body = "00000_tokens.ds", ids.tobytes()
+        Path(f"{name}.index").write_bytes(np.array([3, 3, 5, 8], "<u8").tobytes())
+        Path(f"{name}.metadata").write_text("gpt2|2\n8\n8")
+    elif kind == "llm.c":
+        header = np.zeros(256, "<i4")
+        header[:3] = (20240520, 1, len(ids)) if item == 2 else (20240801, 7, len(ids))
+        name, body = "val_000000.bin", header.tobytes() + ids.tobytes()
+    else:
+        name, body = "train.bin", ids.tobytes()  # array.tofile
+    Path(name).write_bytes(body)
+    return name
+
+
+def run_tool(monkeypatch, capsys, command):
+    monkeypatch.setattr(sys, "argv", ["tokens.py", *command.split()])
+    return tokens.main(), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("kind", ["dolma", "datatrove", "llm.c", "nanoGPT"])
+def test_token_files_of_other_programs_become_documents(pair, monkeypatch, capsys, kind, item):
+    monkeypatch.setattr(imported_tokens, "CHUNK_TOKENS", 3)
+    name = write_foreign(kind, item)
+    dtype = "" if kind in ("datatrove", "llm.c") else f"--dtype uint{8 * item}"
+    for eod, documents in (("--eod 0", FLAT), ("", FLAT if kind == "datatrove" else [IDS])):
+        command = f"import {name} {dtype} {eod} --vocab-size 10 --out o --overwrite"
+        assert run_tool(monkeypatch, capsys, command)[0] == 0
+        assert content("o") == expected([[document] for document in documents])
+    code, error = run_tool(monkeypatch, capsys, f"import {name} {dtype} --vocab-size 9 --out p")
+    assert code == 2 and f"{name}: document 0 has id 9; --vocab-size is 9" in error or dtype == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "options", "message"),
+    [
+        ("dolma", None, "", "part-0-00000.npy: no .npy header: ids alone, as dolma .*--dtype"),
+        ("nanoGPT", None, "", "train.bin: no header of llm.c: ids alone, as nanoGPT .*--dtype"),
+        ("datatrove", "no index", "", r"ids of datatrove without 00000_tokens.ds.index.*--dtype"),
+        ("dolma", lambda b: b[:-1], "--dtype uint16", "has 15 bytes.* no multiple of the 2"),
+        ("nanoGPT", None, "--dtype uint64 --eod 0", "has id .*or its ids are not uint64"),
+        ("datatrove", lambda b: b[:-2], "", "has 14 bytes, and .*index ends after 8 ids"),
+        ("datatrove", None, "--dtype uint32", "holds uint16 .got --dtype uint32"),
+        ("llm.c", lambda b: b[:-2], "", "has 1038 bytes, and its header says 1040"),
+        ("llm.c", lambda b: b[:9], "", "has 9 bytes, and the header of an llm.c file alone"),
+        ("llm.c", lambda b: np.int32([20240522, 1]).tobytes(), "", "is an evaluation file"),
+        ("nanoGPT", "an index", "", "is a Megatron token file.*tokens.py merge train"),
+        ("dolma", lambda b: b"\x1f\x8b\x08\0" + b, "--dtype uint16", "compressed: gunzip it"),
+        ("dolma", lambda b: b"PK\3\4" + b, "", "is an archive"),
+    ],
+)
+def test_other_token_files_are_rejected_by_name(
+    pair, monkeypatch, capsys, kind, damage, options, message
+):
+    name = write_foreign(kind, 2)
+    if damage == "no index":
+        Path(f"{name}.index").unlink()
+    elif damage == "an index":
+        Path("train.idx").write_bytes(b"")
+    elif damage is not None:
+        Path(name).write_bytes(damage(Path(name).read_bytes()))
+    command = f"import {name} {options} --vocab-size 10 --out o"
+    code, error = run_tool(monkeypatch, capsys, command)
+    assert code == 2 and re.search(message, error) and error.startswith(f"tokens: {name}"), error
+    assert not list(Path().glob("o*"))
 
 
 def test_documents_and_samples_are_decoded(pair):
