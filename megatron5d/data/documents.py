@@ -20,6 +20,7 @@ from itertools import chain
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def _text(path: str, line: int, raw: bytes) -> Document | BadLine:
 def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Document | BadLine:
     """Document of one jsonl line."""
     try:
-        record = json.loads(raw)
+        record = _parsed(raw)
     except UnicodeDecodeError as error:
         return BadLine(
             path, line, f"byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8"
@@ -105,12 +106,32 @@ def _json_texts(path: str, line: int, raw: bytes, keys: Sequence[str]) -> Docume
             line,
             f"a JSON {type(record).__name__}, not an object; a file holds one object a line",
         )
-    return _checked_texts(
-        path, line, [record.get(key, _MISSING) for key in keys], keys, list(record)
-    )
+    return _checked_texts(path, line, [_field(record, key) for key in keys], keys, list(record))
 
 
 _MISSING = object()
+
+
+def _parsed(raw: bytes) -> Any:
+    """Value of a JSON line; integers of any length, which no text needs, are read as such."""
+    try:
+        return json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # over the digits that Python converts (sys.set_int_max_str_digits)
+        return json.loads(raw, parse_int=float)
+
+
+def _field(record: dict[str, Any], key: str) -> Any:
+    """Value of a field; `metadata.text` is that of the field itself, else one within another."""
+    if key in record:
+        return record[key]
+    # the first name may have dots, too
+    for at in (i for i, letter in enumerate(key) if letter == "."):
+        inner = record.get(key[:at])
+        if isinstance(inner, dict) and (value := _field(inner, key[at + 1 :])) is not _MISSING:
+            return value
+    return _MISSING
 
 
 def _checked_texts(
@@ -151,22 +172,57 @@ def _rows(unit: Unit, keys: Sequence[str]) -> Iterator[Document | BadLine]:
             raise ValueError(
                 f"{unit.path}: {columns.count(twice[0])} columns are called {twice[0]!r}"
             )
-        if missing := [key for key in keys if key not in columns]:
+        within = [_column_of(key, parquet.schema_arrow) for key in keys]
+        if None in within:
+            missing = keys[within.index(None)]
             raise ValueError(
-                f"{unit.path}: no column {missing[0]!r} (--json-keys); it has {', '.join(columns)}"
+                f"{unit.path}: no column {missing!r} (--json-keys); it has {', '.join(columns)}"
             )
+        paths = [path for path in within if path is not None]
         number = unit.first_line
         try:
             for batch in parquet.iter_batches(
-                1024, row_groups=[unit.row_group], columns=list(keys)
+                1024, row_groups=[unit.row_group], columns=[".".join(path) for path in paths]
             ):
-                for texts in zip(*(_values(batch.column(key)) for key in keys)):
+                for texts in zip(*(_values(_inner(batch, path)) for path in paths)):
                     yield _checked_texts(unit.path, number, list(texts), keys)
                     number += 1
         except (OSError, ValueError) as error:  # pyarrow's own names no file
             raise ValueError(
                 f"{unit.path}: row group {unit.row_group} cannot be read: {error}"
             ) from error
+
+
+def _column_of(key: str, schema) -> tuple[str, ...] | None:
+    """Names that lead to a column, or to a field within columns of structs; None = no such one."""
+    fields = {schema.field(i).name: schema.field(i).type for i in range(len(schema.names))}
+    if key in fields:
+        return (key,)
+    for name, kind in fields.items():
+        if key.startswith(f"{name}.") and (inner := _within(kind, key[len(name) + 1 :])):
+            return (name, *inner)
+    return None
+
+
+def _within(kind, key: str) -> tuple[str, ...] | None:
+    """Names that lead to a field of a struct type."""
+    for i in range(kind.num_fields if str(kind).startswith("struct") else 0):
+        field = kind.field(i)
+        if key == field.name:
+            return (key,)
+        if key.startswith(f"{field.name}.") and (
+            inner := _within(field.type, key[len(field.name) + 1 :])
+        ):
+            return (field.name, *inner)
+    return None
+
+
+def _inner(batch, path: tuple[str, ...]):
+    """Column of a batch, or the field within it; of a missing struct it is missing, too."""
+    from pyarrow import compute
+
+    column = batch.column(path[0])
+    return compute.struct_field(column, list(path[1:])) if path[1:] else column
 
 
 def _values(column) -> list:

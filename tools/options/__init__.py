@@ -43,7 +43,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="fields that hold text, of JSON lines and parquet",
+        help="fields that hold text, of JSON lines and parquet (metadata.text: within another)",
     )
     parser.add_argument(
         "--skip-bad", action="store_true", help="skip bad lines instead of stopping at the first"

@@ -1,6 +1,7 @@
 """Preprocessing end to end: the right tokens, the same bytes after any kill, and clear refusals."""
 
 import dataclasses
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from preprocessing import ROOT, TEXTS, WORDS, contents, summary_of, tool
 
 from megatron5d.data import preprocess
-from megatron5d.data.documents import Recipe
+from megatron5d.data.corpus import kinds_of, list_files, units
+from megatron5d.data.documents import Recipe, documents
 from megatron5d.data.indexed_dataset import IndexedDataset
 from megatron5d.data.preprocess import Journal
 from megatron5d.data.tokenizer import load_tokenizer
@@ -340,3 +342,49 @@ def test_a_folder_of_sources(tmp_path, tokenizer_file):
     assert [tokenizer.decode(data.document(i).tolist()) for i in range(len(sources))] == [
         p.read_text() for p in sources
     ]
+
+
+def read_all(path, keys):
+    files = list_files([str(path)])
+    return [
+        document
+        for unit in units(files, kinds=kinds_of(files, keys=keys))
+        for document in documents(unit, keys)
+    ]
+
+
+RECORDS = [
+    {"text": "a", "metadata": {"text": "b", "inner": {"text": "c"}, "x.y": "d"}},
+    {"text": "e", "metadata": {"text": "f", "inner": {"text": "g"}, "x.y": "h"}},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_key_with_dots_names_a_field_within_another(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    records = [{**record, "a.b": record["text"] * 2} for record in RECORDS]
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    keys = ["metadata.inner.text", "text", "metadata.text", "metadata.x.y", "a.b"]
+    assert read_all(path, keys) == [("c", "a", "b", "d", "aa"), ("g", "e", "f", "h", "ee")]
+    for missing in ("metadata.title", "text.text", "metadata.inner.text.x", "metadata."):
+        if kind == "parquet":
+            with pytest.raises(ValueError, match=f"no column '{missing}'"):
+                read_all(path, [missing])
+        else:
+            assert f"no field '{missing}'" in str(read_all(path, [missing])[0])
+
+
+def test_integers_of_any_length_stand_in_other_fields(tmp_path):
+    """Python converts at most 4,300 digits by itself."""
+    path, digits = tmp_path / "a.jsonl", "1" * 5000
+    path.write_text(
+        f'{{"text": "a", "n": {digits}}}\n{{"text": "b", "m": {{"n": [-{digits}]}}}}\n'
+        f'{{"text": {digits}}}\n'
+    )
+    a, b, bad = read_all(path, ["text"])
+    assert (a, b) == (("a",), ("b",))
+    assert "not a string" in str(bad) and "set_int_max_str_digits" not in str(bad)
