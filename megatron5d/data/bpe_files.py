@@ -405,7 +405,7 @@ def switch_off(model: Any) -> str:
     """Turns off what is random in a `tokenizers.Tokenizer`; says what, "" = nothing was on."""
     # BPE dropout, and the sampling of a unigram model
     names = [n for n in ("dropout", "nbest_size", "alpha") if getattr(model.model, n, None)]
-    words = ", ".join(f"{name} {getattr(model.model, name)}" for name in names)
+    words = ", ".join(f"{name} {getattr(model.model, name):g}" for name in names)
     for name in names:
         setattr(model.model, name, None)
     return words
