@@ -22,7 +22,7 @@ from megatron5d.model.gpt import GPT
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.sharded_state import decay_of, is_frozen, scale_of
 from megatron5d.parity.differences import tensor_differences
-from megatron5d.parity.inputs import make_rows, micro_batch, perturb, with_gaps
+from megatron5d.parity.inputs import Rows, make_rows, micro_batch, perturb, with_gaps
 from megatron5d.parity.run import train_on_rank
 from megatron5d.planning.schedule_search.auto_schedule import searched_layout
 from megatron5d.topology.mesh import build_mesh
@@ -159,7 +159,9 @@ def layout_run(config: Config, world: int, rows: torch.Tensor, steps: int):
     layout = searched_layout(config, world)
     # can be pickled
     programs = {count: layout.program_of(count) for count in micro_batch_counts(config, world)}
-    arguments = config, dataclasses.replace(layout, program_of=programs.__getitem__), rows, steps
+    layout = dataclasses.replace(layout, program_of=programs.__getitem__)
+    watched = dataclasses.replace(config, moe=dataclasses.replace(config.moe, log_every=1))
+    arguments = watched, layout, Rows(rows), steps
     told, gradients, weights = zip(*run_on_pool(_what_is_compared, world, *arguments), strict=True)
     assert all(each == told[0] for each in told), "ranks disagree about loss or gradient norm"
     (figures, layers), plain = told[0], ("loss", "z_loss", "grad_norm", "num_targets")
@@ -214,7 +216,7 @@ def assert_parity(
     """
     if rows is None:
         rows = make_rows(config, steps, ignored=ignored)
-        rows = with_gaps(rows, config.train.gbs) if ignored else rows
+        rows = with_gaps(config, rows, steps) if ignored else rows
     truth = reference_run(config, rows, steps)
     outcome, grads, weights = layout_run(config, world, rows, steps)
     assert not (constant := constant_choices(config, truth)), (

@@ -119,7 +119,9 @@ def _compare(options: argparse.Namespace) -> int:
     try:
         return compare(config, options)
     except RankFailure as failure:
-        print(f"parity.py: the run in one process fails:\n{failure}", file=sys.stderr)
+        text = str(failure)
+        start = "\n" if "\n" in text else " "
+        print(f"parity.py: the run in one process fails:{start}{text}", file=sys.stderr)
         return 1
 
 

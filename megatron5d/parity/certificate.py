@@ -76,8 +76,13 @@ def worst_by_quantity(differences: list[Difference]) -> dict[str, dict[str, Any]
 def report_text(record: dict[str, Any]) -> str:
     """A record of the parity check as text."""
     bf16 = record["precision"] == "bf16"
-    changes = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in record["changed"].items())
-    lines = [f"changed for this check: {changes or 'nothing'}", ""]
+    changes = ", ".join(
+        f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in record["changed"].items()
+    )
+    lines = [f"changed for this check: {changes or 'nothing'}"]
+    if record["left_out"]:
+        lines.append(f"left out of this check: {', '.join(record['left_out'])}")
+    lines.append("")
     if record["verdict"] == "failed":
         lines += [record["failure"], "", "FAILED: the ranks did not finish"]
     else:
@@ -97,6 +102,11 @@ def report_text(record: dict[str, Any]) -> str:
         if changes := ", ".join(change for change, v in without.items() if v == verdict):
             lines.append(f"{verdict} with one of: {changes}")
     return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _equal_text(record: dict[str, Any]) -> str:

@@ -13,6 +13,12 @@ from typing import Any
 
 import torch
 
+from megatron5d.config.derived import (
+    batch_schedule,
+    left_out_steps,
+    sample_len,
+    samples_of_steps,
+)
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config
 from megatron5d.parity.certificate import (
@@ -31,20 +37,22 @@ from megatron5d.parity.differences import (
     sample_differences,
     untried,
 )
-from megatron5d.parity.inputs import ROWS_SEED, make_rows, with_gaps
+from megatron5d.parity.inputs import ROWS_SEED, Rows, make_rows, sample_ranges, with_gaps
 from megatron5d.parity.local_ranks import RankFailure
+from megatron5d.parity.rectangles import Vanishing
 from megatron5d.parity.rounding import in_16_bits, rounding_differences, smooth
 from megatron5d.parity.routing import Choices
 from megatron5d.parity.run import RankRecord, short_run, single_process
 from megatron5d.parity.variants import Ablation, ablations, changed_keys, exact, faults_of, shrink
 from megatron5d.topology.grid import Sizes
 from megatron5d.train.build import sizes_of
-from megatron5d.train.data import end_of_document, first_rows
+from megatron5d.train.data import end_of_document, samples_of_step, validation_sets
 from megatron5d.train.preflight.parameters import glob_faults
 from megatron5d.train.provenance import code_here
 
 TOLERANCES = {"fp64": 1e-10, "bf16": 2.0}
 STEPS = {"fp64": 3, "bf16": 1}  # rounding accumulates over steps
+MAX_STEPS = 1000  # those of data.skip_steps cost next to nothing
 # Largest share of a row that is padding, so that no two ranks have the same number of targets.
 IGNORED = 0.3
 
@@ -64,8 +72,7 @@ def compare(config: Config, options: argparse.Namespace) -> int:
         RankFailure: the run in one process fails.
     """
     torch.set_num_threads(1)  # ranks are forked
-    if options.steps is None:
-        options.steps = STEPS[options.precision]
+    options.steps = _num_steps(config, options)
     if options.tolerance is None:
         options.tolerance = TOLERANCES[options.precision]
     checked, in_fp64 = _configs(config, options)
@@ -76,6 +83,7 @@ def compare(config: Config, options: argparse.Namespace) -> int:
         "layout": asdict(sizes_of(checked, options.world)),
         "configuration_hash": configuration_hash(config),
         "changed": changed_keys(config, checked),
+        "left_out": _left_out(config),
         "device": "cpu",
         "seeds": {"weights": checked.train.seed, "tokens": None if options.data else ROWS_SEED},
         "steps": options.steps,
@@ -85,7 +93,7 @@ def compare(config: Config, options: argparse.Namespace) -> int:
     }
     layout = _layout_text(checked, options.world)
     _print_progress(f"{checked.model.name} on {options.world} ranks: {layout}")
-    check = Check(checked, in_fp64, options)
+    check = Check(checked, in_fp64, options, _rows(config, checked, options))
     record |= check.verdict()
     if record["verdict"] != "equal":
         unknown = {ablation.change: None for ablation in check.ablations()}
@@ -96,11 +104,52 @@ def compare(config: Config, options: argparse.Namespace) -> int:
     return 0 if record["verdict"] == "equal" else 1
 
 
+def _num_steps(config: Config, options: argparse.Namespace) -> int:
+    """Steps of the check, so many more than by default as data.skip_steps skips."""
+    skipped, steps, made = set(left_out_steps(config, 0)), 0, 0
+    while made < STEPS[options.precision] and steps < MAX_STEPS and not options.steps:
+        steps += 1
+        made += steps not in skipped
+    steps = options.steps or steps
+    if skipped.issuperset(range(1, steps + 1)):
+        raise ValueError(f"data.skip_steps skips all {steps} steps of the check; raise --steps")
+    return steps
+
+
+def _left_out(config: Config) -> list[str]:
+    """What the training loop does between the steps, and the check does not."""
+    checkpoint, log = config.checkpoint, config.log
+    parts = {
+        "evaluations": validation_sets(config),
+        "checkpoints": checkpoint.dir,
+        "logs": log.dir or log.jsonl or log.profile,
+    }
+    return [name for name, configured in parts.items() if configured]
+
+
+def _rows(config: Config, checked: Config, options: argparse.Namespace) -> Rows:
+    """Random rows, or with --data the first samples of each step of the run, cut to size."""
+    steps = options.steps
+    if not options.data:
+        rows = make_rows(checked, steps, ignored=IGNORED)
+        return Rows(with_gaps(checked, rows, steps))
+    length = sample_len(checked)
+    run = replace(config, train=replace(config.train, steps=max(config.train.steps, steps)))
+    tokens = torch.zeros((samples_of_steps(steps, batch_schedule(checked)), length + 1)).long()
+    starts = {}
+    for step, numbers in sample_ranges(checked, steps).items():
+        samples = samples_of_step(run, step, len(numbers))
+        for number, (row, begins) in zip(numbers, samples):
+            tokens[number], starts[number] = row[: length + 1], begins[begins <= length]
+    return Rows(tokens, starts)
+
+
 def _configs(config: Config, options: argparse.Namespace) -> tuple[Config, Config]:
     """What runs instead of a configuration, shrunk unless forbidden: as asked, and in fp64."""
     checked = exact(config, options.steps)
     if options.data:
-        checked = replace(checked, data=replace(config.data, eod=end_of_document(config)))
+        data = replace(config.data, eod=end_of_document(config), valid=[], valid_sets=[])
+        checked = replace(checked, data=data)
     if faults := faults_of(checked, options.world) or glob_faults(checked, options.world):
         raise ConfigError(faults)
     if not options.no_shrink:
@@ -122,21 +171,20 @@ class Check:
         config: of the layout; one process runs the same mathematics.
         in_fp64: the same in fp64.
         options: world, steps, precision, tolerance and timeout.
+        rows: that they train on.
     """
 
-    def __init__(self, config: Config, in_fp64: Config, options: argparse.Namespace) -> None:
-        self.config, self.options = config, options
-        if options.data:
-            self.rows = first_rows(config, options.steps)
-        else:
-            rows = make_rows(config, options.steps, ignored=IGNORED)
-            self.rows = with_gaps(rows, config.train.gbs)
+    def __init__(
+        self, config: Config, in_fp64: Config, options: argparse.Namespace, rows: Rows
+    ) -> None:
+        self.config, self.options, self.rows = config, options, rows
         self.coarse = options.precision == "bf16"
         # Rounding must not send a token to another expert: bf16 runs repeat the choices of fp64.
         # In fp64 every run chooses and drops by itself, which no other check compares.
         self.choices: Choices | None = {} if self.coarse else None
+        self.vanishing: Vanishing = {}
         (self.truth,) = self._train(single_process(in_fp64), 1)
-        self.choices = self.truth.choices or None
+        self.choices, self.vanishing = self.truth.choices or None, self.truth.vanishing
         self.rounded = self._train(single_process(config), 1)[0] if self.coarse else None
 
     def _train(self, config: Config, world: int) -> list[RankRecord]:
@@ -148,6 +196,7 @@ class Check:
             self.options.steps,
             coarse=self.coarse,
             choices=self.choices,
+            vanishing=self.vanishing,
             timeout=self.options.timeout,
         )
         seconds = time.perf_counter() - start

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron5d.config.schema import Config
-from megatron5d.parity.run import RankRecord, Rectangles
+from megatron5d.parity.rectangles import Rectangles, index_of, joined, masked, rounding_of
+from megatron5d.parity.run import RankRecord
 from megatron5d.topology.grid import DENSE_GROUPS, Sizes, dense_grid
 from megatron5d.topology.mesh import groups_of
 
 SAMPLES, HIDDEN = "samples", "hidden state"
-ROUNDING = 1e-13  # of the largest gradient: what remains of zero in sums of this length
+SLACK = 10.0  # by which a rank's rounding may exceed that of one process
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,6 @@ class Difference:
     got: float = 0.0
     expected: float = 0.0
     step: int = 0
-
-
-def joined(rectangles: Rectangles) -> dict[str, Tensor]:
-    """Global tensors, fp64, from the rectangles of one process."""
-    sizes: dict[str, tuple[int, ...]] = {}
-    for name, offset, values in rectangles:
-        end = tuple(o + n for o, n in zip(offset, values.shape))
-        sizes[name] = tuple(map(max, end, sizes.get(name, end)))
-    tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-    for name, offset, values in rectangles:
-        tensors[name][index_of(offset, values)] = values.double()
-    return tensors
-
-
-def index_of(offset: Sequence[int], values: Tensor) -> tuple[slice, ...]:
-    """Index of a rectangle in its global tensor."""
-    return tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
 
 
 def figure_differences(
@@ -224,50 +208,28 @@ def differences(
     records: Sequence[RankRecord], truth: RankRecord, tolerance: float
 ) -> list[Difference]:
     """Everything that is compared: in the order of training, each tensor in that of the model."""
-    compared, noise = list(figure_differences(records, truth, tolerance)), rounding_only(truth)
+    compared = list(figure_differences(records, truth, tolerance))
     for step, quantity, by_rank, rectangles in all_tensors(records, truth):
+        if quantity == "gradient" and (masks := truth.vanishing.get(step)):
+            limit = SLACK * rounding_of(rectangles)
+            by_rank = [masked(of_rank, masks, limit) for of_rank in by_rank]
+            rectangles = masked(rectangles, masks, limit)
         tensors = joined(rectangles)
         ordered = {name: tensors[name] for name in truth.specs if name in tensors}
-        if step and quantity in ("weight", "momentum"):
-            by_rank = [
-                [(name, at, _masked(values, at, noise.get(name))) for name, at, values in of_rank]
-                for of_rank in by_rank
-            ]
-            ordered = {
-                name: _masked(tensor, (0,) * tensor.ndim, noise.get(name))
-                for name, tensor in ordered.items()
-            }
         of_tensors = tensor_differences(quantity, by_rank, ordered, tolerance, floor=1e-6)
         compared += (replace(difference, step=step) for difference in of_tensors)
     return compared
 
 
-def rounding_only(truth: RankRecord) -> dict[str, Tensor]:
-    """Matrices under Muon whose gradient in some step differs from zero by rounding only.
-
-    Muon's update of such a matrix is as large as any other, and arbitrary.
-
-    Returns:
-        name -> bool in the shape of the global tensor, where any element is concerned.
-    """
-    masks: dict[str, Tensor] = {}
-    updated = {name for name, _, _ in truth.moments.get("momentum", [])}
-    for rectangles in truth.gradients:
-        gradients = joined(rectangles)
-        maxima = [tensor.abs().max().item() for tensor in gradients.values() if tensor.numel()]
-        threshold = ROUNDING * max(maxima, default=0.0)
-        for name in (name for name in truth.specs if name in updated):
-            heights = truth.specs[name].stack or (gradients[name].shape[-2],)
-            matrices = gradients[name].abs().split(list(heights), dim=-2)
-            largest = [m.amax((-2, -1), keepdim=True).expand_as(m) for m in matrices]
-            vanishing = torch.cat([(m > 0) & (m <= threshold) for m in largest], -2)
-            if vanishing.any():
-                masks[name] = vanishing | masks.get(name, vanishing)
-    return masks
-
-
-def _masked(values: Tensor, offset: Sequence[int], mask: Tensor | None) -> Tensor:
-    return values if mask is None else values.masked_fill(mask[index_of(offset, values)], 0.0)
+def rounding_only(truth: RankRecord) -> list[str]:
+    """Parameters with elements whose gradient in some step differs from zero by rounding only."""
+    names = {
+        name
+        for step, gradients in enumerate(truth.gradients, 1)
+        for name, gradient in joined(gradients).items()
+        if name in truth.vanishing.get(step, {}) and gradient[truth.vanishing[step][name]].any()
+    }
+    return [name for name in truth.specs if name in names]
 
 
 def untried(
@@ -281,20 +243,9 @@ def untried(
         tolerance: relative change of a weight up to which it counts as not moved.
     """
     moe = config.moe
-    notes = _untried_routing(config, truth)
-    if truth.choices:
-        notes.append(
-            "experts were not chosen on the layout: all runs repeat the choices and drops of fp64, "
-            "which --precision fp64 compares"
-        )
-    empty = [str(step) for step, f in enumerate(truth.figures, 1) if not f["num_targets"]]
-    if empty:
-        notes.append(f"there was no loss to compare in step {', '.join(empty)}: no target token")
-    if unmoved := _steps_without_update(truth, tolerance):
-        steps = ", ".join(unmoved)
-        limit = f"no weight moved by more than {tolerance:g}"
-        notes.append(f"no update was made in step {steps}: {limit}")
-    norm, clip = max(figures["grad_norm"] for figures in truth.figures), config.optim.clip
+    notes = _untried_routing(config, truth) + _untried_steps(config, truth, tolerance)
+    norms = [figures["grad_norm"] for figures in truth.figures if not isnan(figures["grad_norm"])]
+    norm, clip = max(norms, default=0.0), config.optim.clip
     if norm <= clip:
         notes.append(f"no gradient was clipped: norms up to {norm:.2g}, optim.clip = {clip:g}")
     dropped = [n for step in truth.layers for name, n in step.items() if name.endswith("dropped")]
@@ -311,26 +262,52 @@ def untried(
 
 
 def _untried_routing(config: Config, truth: RankRecord) -> list[str]:
-    """A note about layers whose tokens all went to the same experts."""
-    model, suffix = config.model, "/dead_experts"
-    names = [name for name in (truth.layers[0] if truth.layers else {}) if name.endswith(suffix)]
+    """Notes on choices that runs repeat, and on layers whose tokens went to the same experts."""
+    notes, model, suffix = [], config.model, "/dead_experts"
+    if truth.choices:
+        notes.append(
+            "experts were not chosen on the layout: all runs repeat the choices and drops of fp64, "
+            "which --precision fp64 compares"
+        )
+    layers = [step for step in truth.layers if step]
+    names = [name for name in (layers[0] if layers else {}) if name.endswith(suffix)]
     num_idle = model.num_experts - model.top_k
     constant = [
-        name.split("/")[1]
-        for name in names
-        if all(step.get(name) == num_idle for step in truth.layers)
+        name.split("/")[1] for name in names if all(step.get(name) == num_idle for step in layers)
     ]
-    if not constant or model.top_k >= model.num_experts:
-        return []
-    same = f"the same {model.top_k} of {model.num_experts} experts"
-    layers = ", ".join(constant)
-    return [f"routing was not tried in {layers}: every token of a batch goes to {same}"]
+    if constant and num_idle > 0:
+        same = f"the same {model.top_k} of {model.num_experts} experts"
+        where = ", ".join(constant)
+        notes.append(f"routing was not tried in {where}: every token of a batch goes to {same}")
+    return notes
+
+
+def _untried_steps(config: Config, truth: RankRecord, tolerance: float) -> list[str]:
+    """Notes on steps that were not made, or without a loss or an update."""
+    skipped = [reason for reason, samples in zip(truth.skipped, truth.samples) if not samples]
+    notes = [reason for reason in skipped if reason]
+    if config.data.skip_steps and not skipped:
+        steps = ",".join(config.data.skip_steps)
+        notes.append(f"data.skip_steps = [{steps}] skips none of the {len(truth.figures)} steps")
+    empty = [
+        str(step)
+        for step, (figures, samples) in enumerate(zip(truth.figures, truth.samples), 1)
+        if samples and not figures["num_targets"]
+    ]
+    if empty:
+        notes.append(f"there was no loss to compare in step {', '.join(empty)}: no target token")
+    if unmoved := _steps_without_update(truth, tolerance):
+        limit = f"no weight moved by more than {tolerance:g}"
+        notes.append(f"no update was made in step {', '.join(unmoved)}: {limit}")
+    return notes
 
 
 def _steps_without_update(truth: RankRecord, tolerance: float) -> list[str]:
-    steps = []
-    pairs = zip(map(joined, truth.weights), map(joined, truth.weights[1:]))
-    for step, (before, after) in enumerate(pairs, 1):
+    steps, before = [], joined(truth.weights[0])
+    for step, (rectangles, samples) in enumerate(zip(truth.weights[1:], truth.samples), 1):
+        if not samples:  # in data.skip_steps
+            continue
+        after = joined(rectangles)
         moved = (
             (after[name] - before[name]).abs().max() > tolerance * before[name].abs().max()
             for name in after
@@ -338,6 +315,7 @@ def _steps_without_update(truth: RankRecord, tolerance: float) -> list[str]:
         )
         if not any(moved):
             steps.append(str(step))
+        before = after
     return steps
 
 

@@ -181,7 +181,7 @@ def _fork(
 
 
 def _outcome(call: partial, rank: int, connection: Transport | None) -> tuple[bool, Any]:
-    """(True, the value of `call`), or (False, the traceback)."""
+    """(True, the value of `call`), or (False, the traceback; of a RankFailure its message)."""
     try:
         # Recreates torch's thread pool; otherwise gloo's threads race to do so, and one fails.
         torch.set_num_threads(1)
@@ -191,6 +191,8 @@ def _outcome(call: partial, rank: int, connection: Transport | None) -> tuple[bo
         value = call()
         connection.finish()
         return True, value
+    except RankFailure as failure:
+        return False, str(failure)
     except BaseException:
         return False, traceback.format_exc()
 
@@ -288,11 +290,13 @@ def _failures(ranks: list[_Rank], timeout: float) -> str:
     """Message of a failure: the cause in full, a line for each echo, stacks of silent ranks."""
     failed = sorted((r for r in ranks if r.error), key=lambda r: (r.echo, ranks.index(r)))
     silent = [r for r in ranks if not r.done]
-    lines = []
+    lines, texts = [], set[str]()
     for r in failed:
         text = (r.error or "").strip()
         text = text if not r.echo or r is failed[0] else text.splitlines()[-1]
-        lines.append(f"rank {ranks.index(r)}: {text}")
+        if text not in texts:  # all ranks may stop for the same reason
+            lines.append(f"rank {ranks.index(r)}: {text}")
+        texts.add(text)
     if silent and (not failed or failed[0].echo):
         names = ", ".join(str(ranks.index(r)) for r in silent)
         lines.insert(0, f"no report from rank(s) {names} within {timeout:g} s")

@@ -23,13 +23,13 @@ from megatron5d.parity.differences import (
     Difference,
     all_tensors,
     hidden_sums,
-    index_of,
-    joined,
     without_target,
 )
-from megatron5d.parity.run import RankRecord, Rectangles
+from megatron5d.parity.rectangles import Rectangles, index_of, joined
+from megatron5d.parity.run import RankRecord
 
 SMOOTH_EPS = 1.0  # above the root of every second moment
+SMOOTH_NS_STEPS = 1
 # Smallest distance of a figure: one process may be exact by chance. A unit in bf16's last place.
 FIGURE_FLOOR = 2.0**-8
 CHANCE = 4.0  # standard deviations by which the logarithm of a ratio of two distances may be off
@@ -38,9 +38,13 @@ CHANCE = 4.0  # standard deviations by which the logarithm of a ratio of two dis
 def smooth(config: Config) -> Config:
     """Makes the update nearly linear in the gradient.
 
-    AdamW's first update is the sign of the gradient, which rounding flips.
+    AdamW's first update is the sign of the gradient, which rounding flips. So does every step of
+    Muon's iteration enlarge small singular values, until those of rounding are as large as others.
     """
-    return replace(config, optim=replace(config.optim, eps=max(config.optim.eps, SMOOTH_EPS)))
+    optim = replace(config.optim, eps=max(config.optim.eps, SMOOTH_EPS))
+    if optim.name == "muon":
+        optim = replace(optim, ns_steps=SMOOTH_NS_STEPS)
+    return replace(config, optim=optim)
 
 
 def in_16_bits(config: Config, precision: PrecisionConfig) -> Config:

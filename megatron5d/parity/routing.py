@@ -67,7 +67,8 @@ class _FixedRouting:
         replace_method(phase, "limit_capacity", self._limit_capacity)
 
     def _select_rows(self, _, arguments) -> None:
-        x, batch, *_ = arguments
+        state, batch, *_ = arguments
+        x = state[1] if isinstance(state, tuple) else state  # two in a parallel block
         tokens = self.phase.token_share.tokens(x.shape, batch)
         rows = batch.samples[tokens.sequence] * self.seq_len
         rows = rows + tokens.order // tokens.num_sequences

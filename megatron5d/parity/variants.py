@@ -18,12 +18,11 @@ from typing import Any
 from megatron5d.config.checks import run_checks
 from megatron5d.config.checks.check import data_parallel, divisors
 from megatron5d.config.convert import Change, changed, leaves, override_text, value_of
-from megatron5d.config.derived import moe_layers, split_of, window_of
+from megatron5d.config.derived import batch_schedule, moe_layers, sample_len, split_of, window_of
 from megatron5d.config.errors import Fault
 from megatron5d.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     InitConfig,
     LogConfig,
     ModelConfig,
@@ -37,6 +36,7 @@ from megatron5d.train.preflight.parameters import parameter_names
 
 MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a vanishing gradient by itself
 MIN_RATE = 1e-6  # a smaller one would hide a wrong update
+MAX_RATE = 1e-2  # with a larger one, steps multiply rounding until it is visible
 MIN_CLIP = 1e-3  # clipped to a smaller norm, gradients vanish next to optim.eps
 MAX_CLIP = 0.1  # gradients of a small model may never reach a larger norm
 MAX_CAPACITY = 1.0  # with a larger one no token may be dropped
@@ -45,11 +45,12 @@ MAX_SOFTCAPS = {"attention_softcap": 0.01, "logit_softcap": 1.0}
 
 
 def exact(config: Config, steps: int) -> Config:
-    """A short run of a configuration in fp64 that writes no files.
+    """A short run of a configuration in fp64 that reads and writes no files.
 
-    The schedule of the rate, the initial weights and the masks of the data stay. The end of a
-    document is token 0 where the data has any. Thresholds move so that every step is made,
-    gradients are clipped, scores capped and tokens dropped, and every rate has a visible effect.
+    The schedule of the rate, the initial weights, the masks and skipped steps of the data stay. The
+    end of a document is token 0 where the data has any. A ramp takes the steps of this run.
+    Thresholds move so that no update is skipped, gradients are clipped, scores capped and tokens
+    dropped, and every rate has a visible effect.
     """
     data, moe, train = config.data, config.moe, config.train
     softcaps = {
@@ -65,9 +66,7 @@ def exact(config: Config, steps: int) -> Config:
         init=InitConfig(),
         checkpoint=CheckpointConfig(),
         log=LogConfig(),
-        data=DataConfig(
-            document_mask=data.document_mask, eod_mask_loss=data.eod_mask_loss, eod=eod
-        ),
+        data=replace(data, train=[], valid=[], valid_sets=[], split=None, tokenizer=None, eod=eod),
         model=replace(config.model, **softcaps),
         precision=PrecisionConfig(dtype="fp64"),
         moe=replace(
@@ -77,10 +76,22 @@ def exact(config: Config, steps: int) -> Config:
             capacity_factor=capacity,
             replay=None,
             record=None,
+            log_every=1 if config.model.num_experts else moe.log_every,
         ),
-        train=replace(train, steps=steps, gbs_ramp=None, stop_after=0),
+        train=replace(train, steps=steps, gbs_ramp=_short_ramp(config, steps), stop_after=0),
         optim=_exact_optim(config, steps),
     )
+
+
+def _short_ramp(config: Config, steps: int) -> list[str] | None:
+    """The batches of a ramp within a few steps: the first, the last, and some between them."""
+    if config.train.gbs_ramp is None:
+        return None
+    sizes = [size for _, size in batch_schedule(config)]
+    last = max(1, steps - 1)
+    picked = [sizes[step * (len(sizes) - 1) // last] for step in range(last + 1)]
+    grows = [(step, size) for step, size in enumerate(picked[1:], 1) if picked[step - 1] != size]
+    return [f"0:{picked[0]}", *(f"{step}steps:{size}" for step, size in grows)]
 
 
 def _exact_optim(config: Config, steps: int) -> OptimConfig:
@@ -95,8 +106,8 @@ def _exact_optim(config: Config, steps: int) -> OptimConfig:
         implementation="auto" if optim.implementation == "apex" else optim.implementation,
         skip_norm=0.0,
         clip=optim.clip and min(max(optim.clip, MIN_CLIP), MAX_CLIP),
-        lr=max(optim.lr, MIN_RATE),
-        min_lr=max(optim.min_lr, MIN_RATE),
+        lr=min(max(optim.lr, MIN_RATE), MAX_RATE),
+        min_lr=min(max(optim.min_lr, MIN_RATE), MAX_RATE),
     )
 
 
@@ -136,8 +147,9 @@ def _expert_features(m: ModelConfig, c: Config) -> tuple:
 
 def _batch_features(c: Config, dp: int) -> tuple:
     m, p, t, r = c.model, c.parallel, c.train, c.recompute
-    stages, count = p.pp * p.vpp, t.gbs // (t.mbs * dp)
+    stages = p.pp * p.vpp
     rows, layers = t.seq_len // p.cp * t.mbs, m.num_layers // stages  # of a cp rank, of a stage
+    *starts, last = _micro_batches(c, dp)
     muon = c.optim.name == "muon"
     widths = (m.ffn_hidden_size, m.expert_hidden_size, m.shared_ffn_hidden_size) if muon else ()
     group = min(r.group_layers, layers)
@@ -145,7 +157,9 @@ def _batch_features(c: Config, dp: int) -> tuple:
         (rows % p.tp, tuple(size > m.hidden_size for size in widths)),
         # A layer has four matrices: whether several rounds of Muon update them.
         muon and 4 * layers > p.tp * dp,
-        (t.mbs > 1, min(count, 2 * p.pp), count % p.pp),
+        (t.mbs > 1, sample_len(c) < t.seq_len),
+        [(min(count, 2 * p.pp), count % p.pp) for count in (*starts, last)],
+        [count < last for count in starts],
         r.logit_tokens is None or r.logit_tokens < rows,
         r.logit_tokens is not None and rows % r.logit_tokens > 0,
         (m.num_layers % stages > 0 and c.pipeline.split == "even", group > 1),
@@ -153,6 +167,11 @@ def _batch_features(c: Config, dp: int) -> tuple:
         layers % min(r.group_layers, max(1, layers)) > 0,
         r.num_layers is None or r.num_layers * p.pp < m.num_layers,
     )
+
+
+def _micro_batches(c: Config, dp: int) -> list[int]:
+    """Micro-batches of a rank in every stage of the batch ramp, at last those of train.gbs."""
+    return [size // (c.train.mbs * dp) for _, size in batch_schedule(c)]
 
 
 def _window_reach(c: Config) -> tuple[int, ...]:
@@ -190,8 +209,8 @@ def shrink(config: Config, world: int, keep: Collection[str] = ()) -> Config:
 
 
 def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
-    """Keys in which two configurations differ, with both values, except those that name files."""
-    passive = ("init.", "checkpoint.", "log.", "data.")
+    """Keys in which two configurations differ, with both values, except those that only write."""
+    passive = ("checkpoint.", "log.")
     pairs = {
         key: (value_of(before, key), value_of(after, key))
         for key in leaves()
@@ -266,6 +285,9 @@ def _tokens(c: Config, world: int) -> Iterator[Change]:
         slices = sorted({min(r.logit_tokens, 3), min(r.logit_tokens, 4)})
     for length in _up_to(seq_len, max(16, shortest)):
         change: Change = {"train.seq_len": length}
+        if c.data.sample_len is not None:
+            missing = min(max(0, seq_len - c.data.sample_len), length // 4)
+            change["data.sample_len"] = length - missing
         if m.position == "learned":
             change["model.max_positions"] = min(m.max_positions, length + 8)
         if r.offload:
@@ -344,8 +366,15 @@ def _batch(c: Config, world: int) -> Iterator[Change]:
     mbs, largest = min(t.mbs, 2), t.gbs // (t.mbs * dp)
     # Every token of the vocabulary occurs twice.
     smallest = -(-2 * c.model.vocab_size // (mbs * dp * t.seq_len))
+    starts = [min(n, 2 * c.parallel.pp + n % c.parallel.pp) for n in _micro_batches(c, dp)[:-1]]
     for count in range(min(smallest, largest), largest + 1):
-        yield {"train.mbs": mbs, "train.gbs": mbs * dp * count}
+        change: Change = {"train.mbs": mbs, "train.gbs": mbs * dp * count}
+        if t.gbs_ramp is not None:
+            begins = [word.partition(":")[0] for word in t.gbs_ramp]
+            sizes = [mbs * dp * start for start in [*starts, count]]
+            ramp = [f"{begin}:{size}" for begin, size in zip(begins, sizes)]
+            change["train.gbs_ramp"] = ramp
+        yield change
 
 
 GROUPS = (

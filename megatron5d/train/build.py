@@ -74,11 +74,15 @@ class Run:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs tokens: to embed, predict, or find documents and padding."""
-        model, config = self.model, self.config
-        at_ends = model.embedding is not None or model.head is not None or len(model.mtp_blocks) > 0
-        needs_masks = config.data.document_mask or config.model.num_experts > 0 or self.padded
-        return at_ends or needs_masks
+        """Whether this rank needs tokens."""
+        return reads_tokens(self.config, self.model, self.padded)
+
+
+def reads_tokens(config: Config, model: GPT, padded: bool) -> bool:
+    """Whether a rank needs tokens: to embed, predict, or find documents and padding."""
+    at_ends = model.embedding is not None or model.head is not None or len(model.mtp_blocks) > 0
+    needs_masks = config.data.document_mask or config.model.num_experts > 0 or padded
+    return at_ends or needs_masks
 
 
 def build_run(config: Config, process: Process, layout: PipelineLayout) -> Run:

@@ -1,11 +1,12 @@
 """The data of a run: samples that this data-parallel rank reads for training and validation."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron5d.config.derived import (
     BatchSchedule,
@@ -220,8 +221,19 @@ def train_loader(
         return samples
 
     samples = _opened(config, reads, open_files)
-    prefetch = config.data.prefetch if reads else 0
     done = (train.stop_after or train.steps) - num_steps
+    return loader_of(config, mesh, samples, consumed_samples, done, reads=reads)
+
+
+def loader_of(
+    config: Config, mesh: Mesh, samples: Samples, consumed_samples: int, done: int, *, reads: bool
+) -> Loader:
+    """Training data of this data-parallel rank from samples, after `done` steps.
+
+    Args:
+        reads: whether this rank needs tokens, not only their positions.
+    """
+    batches, prefetch = batch_schedule(config), config.data.prefetch if reads else 0
     skipped = {
         samples_of_steps(step - 1 - done, batches, consumed_samples)
         for step in left_out_steps(config, done)
@@ -270,20 +282,24 @@ def _valid_samples(config: Config, valid: ValidationSet) -> Samples:
     return _samples(config, valid.entries, valid.split, "valid", order, count)
 
 
-def first_rows(config: Config, steps: int) -> torch.Tensor:
-    """The samples of a run's first steps, int64 `[steps·gbs, s+1]`, for all ranks together.
+def samples_of_step(config: Config, step: int, count: int) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """The first `count` samples of a run's step, which counts from 1.
+
+    Yields:
+        Tokens, int64 `[s+1]`, and the offsets at which documents of the index begin.
 
     Raises:
         ValueError: the files cannot be read, or a token is not in the model's vocabulary.
     """
-    samples = _train_samples(config)
-    rows = torch.from_numpy(np.stack([samples[i] for i in range(steps * config.train.gbs)]))
-    if rows.max() >= config.model.vocab_size:
-        raise ValueError(
-            "data.train requires ids below model.vocab_size = "
-            f"{config.model.vocab_size} (got {rows.max()})"
-        )
-    return rows
+    samples, first = _train_samples(config), samples_of_steps(step - 1, batch_schedule(config))
+    for number in range(first, first + count):
+        row = torch.from_numpy(samples[number])
+        if row.max() >= config.model.vocab_size:
+            raise ValueError(
+                "data.train requires ids below model.vocab_size = "
+                f"{config.model.vocab_size} (got {row.max()})"
+            )
+        yield row, samples.document_starts(number)
 
 
 def _opened(config: Config, reads: bool, open_files: Callable[[], Samples]) -> Samples:

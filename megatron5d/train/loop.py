@@ -15,11 +15,9 @@ from megatron5d.checkpoint.folder import Keep, recover
 from megatron5d.checkpoint.save import Exporter, SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
-from megatron5d.config.derived import batch_schedule
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import Loader
 from megatron5d.model.flops import parameter_count
-from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.topology.all_ranks import on_every_rank, on_rank_0
 from megatron5d.topology.lock_file import LockFile
 from megatron5d.topology.process import Process
@@ -32,7 +30,7 @@ from megatron5d.train.data import (
     validation_sets,
     without_targets,
 )
-from megatron5d.train.guard import MemorySnapshots, StepSamples, memory_snapshots
+from megatron5d.train.guard import MemorySnapshots, memory_snapshots
 from megatron5d.train.monitoring.report import Prediction, Reporter
 from megatron5d.train.monitoring.writers import harmless
 from megatron5d.train.pipeline_layout import PipelineLayout
@@ -45,8 +43,8 @@ from megatron5d.train.preflight.warnings import (
 )
 from megatron5d.train.provenance import commit, write_provenance
 from megatron5d.train.signals import REQUEUE, StopFlag
-from megatron5d.train.state import Progress, run_record, run_tensors
-from megatron5d.train.step import StepResult
+from megatron5d.train.state import run_record, run_tensors
+from megatron5d.train.step import StepResult, advance, is_due, next_step
 
 DATA_NOTES = (
     as_released,
@@ -236,25 +234,24 @@ def _steps(
         config, run.mesh, progress.consumed_samples, reads=run.reads_tokens, num_steps=remaining
     )
     saved_at, step_context = progress.step, _step_context(run, reporter)
-    schedule, stopped = batch_schedule(config), False
+    stopped = False
     reporter.start_clock()
     try:
         while progress.step < last and not stopped:
-            lr = learning_rate(config.optim, progress.step + 1, train.steps, schedule)
-            result = _train_step(run, reporter, loader, lr, stop, step_context)
+            result, lr = _train_step(run, reporter, loader, stop, step_context)
             stopped, at_end = result.stop, progress.step == last
             snapshots.after_step(progress.step)
 
             # validate and log
             losses = None
-            if validates and (at_end or _is_due(progress.step, train.eval_every)):
+            if validates and (at_end or is_due(progress.step, train.eval_every)):
                 losses = _evaluate(run, reporter, "valid_loss")
             reporter.step(result, lr)
 
             # save
             exports = _exports(config, progress.step, at_end)
-            is_due = _is_due(progress.step, config.checkpoint.every)
-            if saver and (stopped or at_end or exports or is_due):
+            saves = is_due(progress.step, config.checkpoint.every)
+            if saver and (stopped or at_end or exports or saves):
                 _save(run, saver, reporter, losses, last=stopped or at_end, exported=exports)
                 saved_at = progress.step
             reporter.start_clock()
@@ -270,23 +267,16 @@ def _train_step(
     run: Run,
     reporter: Reporter,
     loader: Loader,
-    lr: float,
     stop: StopFlag,
     step_context: Callable[[], AbstractContextManager[None]],
-) -> StepResult:
-    """Trains on the next global batch: gbs/(mbs·dp) micro-batches of [mbs, s/cp] tokens per rank.
-
-    There are no micro-batches in a step of data.skip_steps.
-    """
-    progress, first = run.progress, loader.consumed_samples
-    batches = next(loader)
-    samples = StepSamples(progress.step + 1, range(first, loader.consumed_samples))
-    watched = progress.step == 0 or _is_due(samples.step, run.config.moe.log_every)
-    with step_context() if batches else nullcontext():
-        result = run.trainer.step(batches, lr, bool(stop), watched, samples)
+) -> tuple[StepResult, float]:
+    """Trains on the next global batch; returns the step's figures and its learning rate."""
+    step = next_step(run.config, loader, run.progress)
+    with step_context() if step.batches else nullcontext():
+        result = step.run(run.trainer, bool(stop))
         reporter.stop_clock()  # before the profiler writes
-    _advance(progress, result, loader.consumed_samples, run.trainer.guard.in_a_row)
-    return result
+    advance(run.progress, result, step.samples, run.trainer.guard.in_a_row)
+    return result, step.lr
 
 
 def _step_context(run: Run, reporter: Reporter) -> Callable[[], AbstractContextManager[None]]:
@@ -296,18 +286,6 @@ def _step_context(run: Run, reporter: Reporter) -> Callable[[], AbstractContextM
     from megatron5d.train.monitoring.profiler import Profiler
 
     return Profiler(run, reporter.say).step
-
-
-def _advance(progress: Progress, result: StepResult, consumed_samples: int, in_a_row: int) -> None:
-    progress.step += 1
-    progress.skipped += result.skipped is not None
-    progress.skipped_in_a_row = in_a_row
-    progress.consumed_samples = consumed_samples
-    progress.tokens += result.num_targets
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def _evaluate(run: Run, reporter: Reporter, name: str) -> dict[str, float]:
@@ -355,7 +333,7 @@ def _exporter(run: Run) -> Exporter:
 def _exports(config: Config, step: int, at_end: bool) -> bool:
     """Whether checkpoint.hf_export includes this step."""
     when, _, every = (config.checkpoint.hf_export or "").partition(":")
-    return at_end if when == "last" else when == "every" and _is_due(step, int(every))
+    return at_end if when == "last" else when == "every" and is_due(step, int(every))
 
 
 def _save(

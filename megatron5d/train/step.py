@@ -6,21 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from megatron5d.comm.collectives import Pending, all_reduce, start_all_reduce
-from megatron5d.config.schema import OptimConfig
+from megatron5d.config.derived import batch_schedule
+from megatron5d.config.schema import Config, OptimConfig
 from megatron5d.context_parallel.block_attention import imbalance
+from megatron5d.data.batch import Loader
 from megatron5d.data_parallel.grad_sync import GradSync
 from megatron5d.model.embedding_head import Term
+from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.optim.optimizer import Optimizer, clip_coefficient, global_square_sum
 from megatron5d.phases.phase import MicroBatch
 from megatron5d.pipeline_parallel.executor import Pipeline
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import Mesh
 from megatron5d.train.guard import Guard, StepSamples
+from megatron5d.train.state import Progress
 
 if TYPE_CHECKING:
     from megatron5d.expert_parallel.dispatcher import SendCapacity
@@ -306,6 +310,53 @@ def imbalance_of(batches: Sequence[MicroBatch]) -> float:
     """How much longer attention takes than with equal work on cp ranks; 1 = equal, or no cp."""
     plans = [batch.context for batch in batches if batch.context is not None]
     return imbalance(plans) if plans else 1.0
+
+
+class NextStep(NamedTuple):
+    """Arguments of one `Trainer.step`.
+
+    Args:
+        batches: gbs/(mbs·dp) micro-batches of `[mbs, s/cp]` tokens; none in data.skip_steps.
+        lr: learning rate.
+        watched: collect figures of the routers by layer.
+        samples: number of the step and of its samples.
+    """
+
+    batches: list[MicroBatch]
+    lr: float
+    watched: bool
+    samples: StepSamples
+
+    def run(self, trainer: Trainer, stop: bool = False) -> StepResult:
+        """Makes the step; `stop`, errors and communication are those of `Trainer.step`."""
+        return trainer.step(self.batches, self.lr, stop, self.watched, self.samples)
+
+
+def next_step(config: Config, loader: Loader, progress: Progress) -> NextStep:
+    """The step after `progress`, of which the loader reads the data."""
+    step, first = progress.step + 1, loader.consumed_samples
+    lr = learning_rate(config.optim, step, config.train.steps, batch_schedule(config))
+    batches = next(loader)
+    samples = StepSamples(step, range(first, loader.consumed_samples))
+    return NextStep(batches, lr, step == 1 or is_due(step, config.moe.log_every), samples)
+
+
+def advance(progress: Progress, result: StepResult, samples: StepSamples, in_a_row: int) -> None:
+    """Counts a step that was made.
+
+    Args:
+        in_a_row: skipped steps since the last update.
+    """
+    progress.step += 1
+    progress.skipped += result.skipped is not None
+    progress.skipped_in_a_row = in_a_row
+    progress.consumed_samples = samples.samples.stop
+    progress.tokens += result.num_targets
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0 = never) happens after this one."""
+    return every > 0 and step % every == 0
 
 
 class _SummedLoss:

@@ -9,6 +9,7 @@ import pytest
 from runs import write_corpus
 
 from megatron5d.comm.collectives import start_all_reduce
+from megatron5d.data import batch
 from megatron5d.data.indexed_dataset import IndexedWriter
 from megatron5d.data_parallel import bucketing
 from megatron5d.data_parallel.bucketing import data_axes
@@ -18,6 +19,7 @@ from megatron5d.parity import certificate, run
 from megatron5d.parity import certificate as report
 from megatron5d.tools.parity import main
 from megatron5d.topology.shard_spec import spec_of
+from megatron5d.train import data as train_data
 from megatron5d.train import step
 
 MODEL = ["model=tiny", "train.gbs=8", "optim.lr=1e-2"]
@@ -110,9 +112,9 @@ def test_an_embedding_that_a_stage_before_the_head_does_not_share(monkeypatch, c
 
 
 def test_a_rank_that_reads_the_samples_of_another(monkeypatch, capsys):
-    original = run.micro_batch_samples
+    original = batch.micro_batch_samples
     monkeypatch.setattr(
-        run, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4])
+        batch, "micro_batch_samples", lambda *sizes: original(*sizes[:3], 0, sizes[4])
     )
     gradients, equal, record = found(capsys, 4, "parallel.tp=2")
     assert record["quantities"]["loss"]["ranks"] == [0, 1, 2, 3] and "embedding.weight" in gradients
@@ -161,9 +163,9 @@ def test_gradients_that_are_added_up_in_16_bits(monkeypatch, capsys):
 
 
 def test_a_rank_that_fails_is_told(monkeypatch, capsys):
-    original = run.micro_batch_samples
+    original = batch.micro_batch_samples
     monkeypatch.setattr(
-        run, "micro_batch_samples", lambda *sizes: original(*sizes)[0 : 9 // (2 - sizes[4])]
+        batch, "micro_batch_samples", lambda *sizes: original(*sizes)[0 : 9 // (2 - sizes[4])]
     )
     code, record = told(capsys, "--world", "2", *MODEL)
     assert (code, record["verdict"]) == (1, "failed") and "ZeroDivisionError" in record["failure"]
@@ -171,7 +173,7 @@ def test_a_rank_that_fails_is_told(monkeypatch, capsys):
 
 
 def test_a_process_that_fails_by_itself_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(run, "SequenceSharding", None)
+    monkeypatch.setattr(train_data, "SequenceSharding", None)
     assert (
         main(["--world", "2", *MODEL]) == 1
         and "the run in one process fails" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from megatron5d.data_parallel import bucket, grad_sync, weight_gather
 from megatron5d.expert_parallel import load_balancing, router
 from megatron5d.model import attention
 from megatron5d.optim import sharded_state
-from megatron5d.parity import run, variants
+from megatron5d.parity import variants
 from megatron5d.tensor_parallel import embedding, linear
 from megatron5d.tools.parity import main
 from megatron5d.topology import init_weights
@@ -76,8 +76,8 @@ def all_tp_ranks_count(patch):
 
 
 def mirrored_samples(patch):
-    original = run.micro_batch_samples
-    patch.setattr(run, "micro_batch_samples", lambda *a: original(*a[:3], a[4] - 1 - a[3], a[4]))
+    original = batch.micro_batch_samples
+    patch.setattr(batch, "micro_batch_samples", lambda *a: original(*a[:3], a[4] - 1 - a[3], a[4]))
 
 
 def unsent_weights(patch):
