@@ -15,6 +15,7 @@ from megatron5d.topology.grid import DENSE_GROUPS, Sizes, dense_grid
 from megatron5d.topology.mesh import groups_of
 
 SAMPLES, HIDDEN = "samples", "hidden state"
+FLOOR = 1e-3  # as a scale, at the default tolerance: differences of ROUNDING are none
 SLACK = 10.0  # by which a rank's rounding may exceed that of one process
 
 
@@ -216,7 +217,7 @@ def differences(
             rectangles = masked(rectangles, masks, limit)
         tensors = joined(rectangles)
         ordered = {name: tensors[name] for name in truth.specs if name in tensors}
-        of_tensors = tensor_differences(quantity, by_rank, ordered, tolerance, floor=1e-6)
+        of_tensors = tensor_differences(quantity, by_rank, ordered, tolerance, FLOOR)
         compared += (replace(difference, step=step) for difference in of_tensors)
     return compared
 

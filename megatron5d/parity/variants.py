@@ -34,7 +34,7 @@ from megatron5d.model.partition import stage_specs
 from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults
 from megatron5d.train.preflight.parameters import parameter_names
 
-MIN_EPS = 1e-8  # a smaller optim.eps would divide the rounding of a vanishing gradient by itself
+MIN_EPS = 1e-5  # a smaller optim.eps would divide the rounding of a vanishing gradient by itself
 MIN_RATE = 1e-6  # a smaller one would hide a wrong update
 MAX_RATE = 1e-2  # with a larger one, steps multiply rounding until it is visible
 MIN_CLIP = 1e-3  # clipped to a smaller norm, gradients vanish next to optim.eps
@@ -42,6 +42,8 @@ MAX_CLIP = 0.1  # gradients of a small model may never reach a larger norm
 MAX_CAPACITY = 1.0  # with a larger one no token may be dropped
 # With larger ones, initial scores are too small to be capped.
 MAX_SOFTCAPS = {"attention_softcap": 0.01, "logit_softcap": 1.0}
+# With smaller ones, normalized queries and keys get a gradient of rounding only.
+MAX_NORMED_SOFTCAP = 1.0
 
 
 def exact(config: Config, steps: int) -> Config:
@@ -52,10 +54,9 @@ def exact(config: Config, steps: int) -> Config:
     Thresholds move so that no update is skipped, gradients are clipped, scores capped and tokens
     dropped, and every rate has a visible effect.
     """
-    data, moe, train = config.data, config.moe, config.train
-    softcaps = {
-        name: min(getattr(config.model, name), largest) for name, largest in MAX_SOFTCAPS.items()
-    }
+    data, model, moe, train = config.data, config.model, config.moe, config.train
+    largest = MAX_SOFTCAPS | ({"attention_softcap": MAX_NORMED_SOFTCAP} if model.qk_norm else {})
+    softcaps = {name: min(getattr(model, name), value) for name, value in largest.items()}
     capacity = None if moe.capacity_factor is None else min(moe.capacity_factor, MAX_CAPACITY)
     bias_rate = max(moe.bias_rate, MIN_RATE * ("bias" in moe.balance))
     eod = 0 if data.document_mask or data.eod_mask_loss else None
@@ -67,7 +68,7 @@ def exact(config: Config, steps: int) -> Config:
         checkpoint=CheckpointConfig(),
         log=LogConfig(),
         data=replace(data, train=[], valid=[], valid_sets=[], split=None, tokenizer=None, eod=eod),
-        model=replace(config.model, **softcaps),
+        model=replace(model, **softcaps),
         precision=PrecisionConfig(dtype="fp64"),
         moe=replace(
             moe,
@@ -76,7 +77,7 @@ def exact(config: Config, steps: int) -> Config:
             capacity_factor=capacity,
             replay=None,
             record=None,
-            log_every=1 if config.model.num_experts else moe.log_every,
+            log_every=1 if model.num_experts else moe.log_every,
         ),
         train=replace(train, steps=steps, gbs_ramp=_short_ramp(config, steps), stop_after=0),
         optim=_exact_optim(config, steps),

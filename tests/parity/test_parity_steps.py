@@ -100,6 +100,10 @@ MUON = ["optim.name=muon", "optim.ns_steps=10", "optim.muon_exclude=[*embedding.
 SOUND = {
     "router without a gradient": [*MOE, *MUON, "model.top_k=1", "model.init_std=0.1"],
     "rate that multiplies rounding": [*MOE, "optim.lr=0.1", "optim.clip=0"],
+    "capped scores of normalized queries": [
+        *("model=tiny", "parallel.tp=2", "parallel.sp=true", "optim.lr=0.1", "optim.clip=0"),
+        *("model.qk_norm=true", "model.attention_softcap=3", "model.embedding_scale=3"),
+    ],
     "experts beside attention": [*MOE, "model.parallel_block=two_norms"],
     "experts beside attention, one norm": [*MOE, "model.parallel_block=one_norm"],
 }
