@@ -192,7 +192,8 @@ def test_every_switch_changes_the_layer(browser, report):
 def test_messages_of_the_picture_add_up_to_the_bytes_of_the_planner(browser, report):
     """Over all micro-batches of a step, by pipeline rank and dimension, for every variant."""
     sums = """
-      const micro = arguments[0], [times, place] = [arguments[1], arguments[2]], sums = {};
+      const [layout, off, times, place] = arguments, sums = {};
+      const micro = DATA.layouts[layout].variants[off].microbatch;
       const add = (dim, size) => { sums[dim] = (sums[dim] ?? 0) + size; };
       for (const step of journeyOf(micro).steps) {
         if (step.sizeOn) add(dimensionOf(step.axis), step.sizeOn(place));
@@ -202,25 +203,21 @@ def test_messages_of_the_picture_add_up_to_the_bytes_of_the_planner(browser, rep
               for (const [dim, size] of Object.entries(own)) add(dim, size * times);
       }
       return sums;"""
-    gbs, compared = report["layouts"][0]["model"]["gbs"], 0
-    for record in (
-        variant for layout in report["layouts"] for variant in layout["variants"].values()
-    ):
-        if "sent_bytes" not in record:
-            continue
-        micro = record["microbatch"]
-        changed_gbs = (
-            int(record["changed"].removeprefix("train.gbs=")) if "changed" in record else gbs
-        )
-        for place, sent in enumerate(record["sent_bytes"]):
-            expected = Counter()
-            for axis, num_bytes in sent.items():
-                expected[browser.run("return dimensionOf(arguments[0])", axis)] += num_bytes
-            shown = browser.run(sums, micro, changed_gbs // micro["sizes"]["dp"], place)
-            assert {dim: num for dim, num in shown.items() if num} == pytest.approx(
-                expected, rel=1e-6
+    compared = 0
+    for number, layout in enumerate(report["layouts"]):
+        for off, record in layout["variants"].items():
+            gbs = int(
+                record.get("changed", "").removeprefix("train.gbs=") or layout["model"]["gbs"]
             )
-            compared += len(expected)
+            for place, sent in enumerate(record.get("sent_bytes", [])):
+                expected = Counter()
+                for axis, num_bytes in sent.items():
+                    expected[browser.run("return dimensionOf(arguments[0])", axis)] += num_bytes
+                times = gbs // record["microbatch"]["sizes"]["dp"]
+                shown = browser.run(sums, number, off, times, place)
+                shown = {dim: num_bytes for dim, num_bytes in shown.items() if num_bytes}
+                assert shown == pytest.approx(expected, rel=1e-6)
+                compared += len(expected)
     assert compared > 40
 
 
@@ -317,6 +314,34 @@ def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
         along = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp_replicate", "dp_shard")}
         expected = {name: list(dense.group(rank, *axes)) for name, axes in along.items()}
         assert groups == expected | {"ep": list(expert.group(rank, "ep"))}
+
+
+def test_the_load_of_experts_is_a_map_of_layers_over_steps(browser, report):
+    loads = {0: [1.0, 1.5, None], 12: [None, 2.5, 2.0]}
+    log = [
+        json.dumps(
+            {"step": step, "loss": 1.0}
+            | {
+                f"moe/layer_{layer}/load": values[step - 1]
+                for layer, values in loads.items()
+                if values[step - 1] is not None
+            }
+        )
+        for step in (1, 2, 3)
+    ]
+    record = run_record("a run", [*log, json.dumps({"step": 4, "loss": 1.0})])
+    expected = {"layers": [0, 12], "steps": [1, 2, 3], "loads": list(loads.values())}
+    assert record["expert_loads"] == expected
+    (run,) = report["runs"]
+    assert run["expert_loads"]["loads"] == [[1.5] * 30]
+    text = browser.run("return document.querySelector('#experts').textContent")
+    assert "layer 1 was least even; at step 1 its busiest expert had 1.50 × an even share" in text
+    pixel = (
+        "const canvas = document.querySelector('#experts canvas');"
+        "return [...canvas.getContext('2d').getImageData(canvas.width - 4, 8, 1, 1).data]"
+    )
+    red, green, blue, _ = browser.run(pixel)
+    assert red > 1.5 * max(green, blue)
 
 
 def test_a_second_schedule_and_the_second_layout(browser, report):

@@ -88,6 +88,10 @@ def layout_record(layout: ReportLayout) -> dict[str, Any]:
         sent_by_rank = bytes_on(config, world, quick_layout(config, world))
         numbers["sent_bytes"] = [dict(sent) for sent in sent_by_rank]
     name_cuts(variants, switches)
+    units: list[dict[str, Any]] = []  # of all variants, most of which share them
+    for microbatch in (record["microbatch"] for record in variants.values() if "layer" in record):
+        units += [unit for unit in microbatch["units"] if unit not in units]
+        microbatch["units"] = list(map(units.index, microbatch["units"]))
     return {
         "name": layout.name,
         "sentence": _sentence(config, numbers, timelines, cluster),
@@ -96,6 +100,7 @@ def layout_record(layout: ReportLayout) -> dict[str, Any]:
         "model": _model(config),
         "switches": list(switches),
         "variants": variants,
+        "units": units,
         "zero_stages": zero_stages,
         "pipeline": timelines,
         "memory_over_time": over_time,

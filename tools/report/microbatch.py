@@ -67,7 +67,8 @@ def microbatch_record(config: Config, world: int, workloads: Workloads) -> dict[
 def _unit_record(unit: Unit, sharding: Sharding) -> dict[str, Any]:
     """Passes of a unit: `F` and `B` with their phases in order, and what ZeRO sends in each.
 
-    Recomputed phases come first in `B`, in the order of the forward.
+    Recomputed phases come first in `B`, in the order of the forward. ZeRO-3 gathers all weights; in
+    a step, a pass after another one of the same layers finds some of them.
     """
     backward = sorted(unit.passes["B"].steps, key=lambda step: step.kind != "recompute")
     again = sum(step.kind == "recompute" for step in backward)

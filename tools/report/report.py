@@ -109,7 +109,7 @@ def _cluster(device: str | None, runs: Sequence[dict[str, Any]]) -> Cluster | No
 
 WEB = Path(__file__).resolve().parent / "web"
 SCRIPTS = (
-    *("base", "layer", "grid", "memory", "pipeline", "step", "runs"),
+    *("base", "layer", "grid", "memory", "pipeline", "step", "runs", "experts"),
     *("journey", "five", "five_scenes", "five_controls", "compare"),
 )
 STYLES = ("style", "five")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from megatron5d.checkpoint.folder import saved_steps
@@ -25,6 +26,8 @@ CHARTS = (
     ("expert_load", "load of the busiest expert, of an even share"),
 )
 MAX_POINTS = 600  # of one curve of a report
+MAX_COLUMNS = 160  # of a map of the experts' load
+LOAD_FIELD = re.compile(r"moe/layer_(\d+)/load")
 
 
 def read_run(log: Path) -> dict[str, Any]:
@@ -59,6 +62,7 @@ def run_record(name: str, lines: Iterable[str], saved: Iterable[int] = ()) -> di
         "sent_bytes": _by_axis(steps, "_bytes"),
         "exposed_s": _exposed(steps),
         "world": _world(steps),
+        "expert_loads": _expert_loads(steps),
     }
 
 
@@ -108,6 +112,33 @@ def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
         for group in groups
     ]
     return [*means, points[-1]]
+
+
+def _expert_loads(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Load of the busiest expert by layer over steps, relative to an even share, as logged.
+
+    Returns:
+        `layers`, `steps` and `loads` [layers, steps] (None: not logged), where neighboring records
+        are merged into their mean above MAX_COLUMNS; None without such records.
+    """
+    names = dict.fromkeys(field for record in steps for field in record)
+    fields = {int(match[1]): field for field in names if (match := LOAD_FIELD.fullmatch(field))}
+    records = [record for record in steps if any(field in record for field in fields.values())]
+    if not records:
+        return None
+    size = -(-len(records) // MAX_COLUMNS)
+    groups = [records[start : start + size] for start in range(0, len(records), size)]
+    layers = sorted(fields)
+    return {
+        "layers": layers,
+        "steps": [group[0]["step"] for group in groups],
+        "loads": [[_mean_of(group, fields[layer]) for group in groups] for layer in layers],
+    }
+
+
+def _mean_of(records: list[dict[str, Any]], field: str) -> float | None:
+    values = [record[field] for record in records if isinstance(record.get(field), (int, float))]
+    return round(fmean(values), 4) if values else None
 
 
 def _events(steps: list[dict[str, Any]], saved: Iterable[int]) -> list[dict[str, Any]]:

@@ -3,6 +3,9 @@
 
 const MOST_UNITS = 14, MOST_STAGES = 6; // above these, layers and stages are folded
 
+// Variants share the records of their units.
+for (const { variants, units } of DATA.layouts) for (const { microbatch } of Object.values(variants)) if (microbatch) microbatch.units = microbatch.units.map((at) => units[at]);
+
 /** The dimension of an axis of the ledger. */
 const dimensionOf = (axis) => (/^(e?dp|world|stage)/.test(axis) ? "dp" : /^e/.test(axis) ? "ep" : axis === "cp_tp" ? "tp" : axis.split("_")[0]);
 
@@ -194,7 +197,7 @@ function foldedSentence(step) {
 function weightsSentence(step, who, from, sizes) {
   const slice = `${sizes.zero >= 3 ? "ZeRO-3" : `ZeRO-${sizes.zero}`}`, kind = step.axis.startsWith("e") ? "the experts' " : "";
   if (dimensionOf(step.axis) !== "dp") return `${who} add up gradients of ${kind}weights of which each has a copy, such as norms, ${from}.`;
-  if (step.what === "all_gather") return step.once ? `${who} send each other their slices of ${kind}updated weights, ${from}; then all are equal again.` : `${who} lend each other their slices of ${kind}these weights, ${from}: under ${slice} a rank keeps only its slice.`;
+  if (step.what === "all_gather") return step.once ? `${who} send each other their slices of ${kind}updated weights, ${from}; then all are equal again.` : `${who} lend each other their slices of ${kind}these weights, ${from}: under ${slice} a rank keeps only its slice, unless the pass before has just used them.`;
   if (step.what === "reduce_scatter") return `${who} saw different tokens and hold copies of the same ${kind}weights. They add up the gradients, ${from}, and each keeps a slice (${slice}).`;
   return `${who} saw different tokens and hold copies of the same ${kind}weights. They add up the gradients, ${from}.`;
 }
