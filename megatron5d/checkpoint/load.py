@@ -224,7 +224,11 @@ def load_tensors(
         for key, source in sources.items()
         if source and saved[source].size != tensors[key].shape
     ]
-    errors.sort(key=lambda error: ("optim." in error, error))  # weights first
+    if errors and not any(key.startswith("optim.") for key in saved):
+        errors.append(
+            f"it holds weights alone: init.from_checkpoint={folder} begins a new run with them"
+        )
+    errors.sort(key=lambda error: (": optim." in error, error))  # weights first
     shown = errors[:_LISTED] + [f"and {len(errors) - _LISTED} more"] * (len(errors) > _LISTED)
     if failed := first_failure("\n  ".join(shown) or None):
         raise Refused("\n  ".join([f"{folder} does not fit this model:", *differing, failed.text]))

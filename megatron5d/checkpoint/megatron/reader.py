@@ -108,6 +108,8 @@ def _iteration_folder(folder: Path) -> Path:
         folder = folder / ("release" if latest == "release" else f"iter_{iteration:07d}")
     if (folder / COMMON).is_file() or any(folder.glob("mp_rank_*")):
         return folder
+    if not folder.exists():
+        raise ValueError(f"there is no folder {folder} (seen from {Path.cwd()})")
     raise ValueError(
         f"{folder} is no checkpoint of Megatron-LM: it has neither {COMMON} nor mp_rank_00; name "
         f"an iter_ folder, or the directory with {TRACKER}"

@@ -111,6 +111,8 @@ def _overrides(folder: Path, before: Config, knobs: list[str]) -> str:
     """Overrides that give keys the values of a checkpoint, or the file that holds them if they are
     long."""
     values = {key: value_of(before, key) for key in knobs}
+    if len(knobs) > _MAX_KEYS and all(key.startswith("model.") for key in knobs):
+        return f"model.from_checkpoint={folder} without the model's other keys"
     if len(knobs) > _MAX_KEYS or any(isinstance(value, (list, dict)) for value in values.values()):
         return f"the values of {folder / RUN_FILE}"
     return override_text(values)

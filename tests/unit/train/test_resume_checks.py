@@ -64,7 +64,7 @@ def folder(tmp_path):
             ),
         ),
         ("model.vocab_size=300", "model.vocab_size = 300, saved with 256", "init.from_checkpoint="),
-        ("model=tiny_deepseek", "model.attention = mla, saved with gqa", "the values of"),
+        ("model=tiny_deepseek", "model.attention = mla, saved with gqa", "model.from_checkpoint="),
         (
             "optim.name=muon",
             "optimizer: optim.name = muon, saved with adamw",
