@@ -138,7 +138,10 @@ function modelItems(now, scene) {
 }
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, at) => from + at);
 const hasShared = () => asIs().layer.some((phase) => phase.weights.some(({ name }) => name.startsWith("shared")));
-const weightTone = (now, active) => (now.step.weights && (now.step.dir === "u" || active) ? "var(--dp)" : active || now.step.what === "optimizer" ? "var(--use)" : "var(--held)");
+function weightTone({ step }, active, isExpert) {
+  const moves = step.weights && (step.dir === "u" ? /^e/.test(step.axis) === isExpert : active);
+  return moves ? color(dimensionOf(step.axis)) : (active && !step.weights) || step.what === "optimizer" ? "var(--use)" : "var(--held)";
+}
 
 /** Weights that tp cuts; hatched is the slice that ZeRO gives to the rank. */
 function weightBlock(now, key, { x, y, width, tall }, held, active) {
@@ -147,7 +150,7 @@ function weightBlock(now, key, { x, y, width, tall }, held, active) {
   const slice = Math.max(2, width / shards), from = Math.min(x + width - slice, x + (at * width) / shards);
   if (held) {
     const lone = zero === 3 && shards > 1 && !active;
-    items.push(rect(`${key} held`, lone ? from : x, top, lone ? slice : width, part, weightTone(now, active)));
+    items.push(rect(`${key} held`, lone ? from : x, top, lone ? slice : width, part, weightTone(now, active, false)));
     if (zero && shards > 1) items.push(hatch(`${key} own`, from, top, slice, part, 5));
   }
   if (tp <= 16) for (let cut = 1; cut < tp; cut += 1) items.push(line(`${key} tp ${cut}`, x - 2, y + cut * (tall / tp), x + width + 2, y + cut * (tall / tp), color("tp"), tp > 4 ? 1 : 1.5));
@@ -163,7 +166,7 @@ function expertBlock(now, key, { x, y, width, tall }, held, active) {
     items.push(rect(`${key} ${at}`, left, y, cell, tall, "var(--ghost)"));
     if (!held || b <= a + 1e-9) continue;
     const own = part / copies, own_y = Math.min(top + part - 2, top + own * placeOf(micro, "edp", rank)), lone = zero === 3 && copies > 1 && !active;
-    items.push(rect(`${key} ${at} held`, left + a * cell, lone ? own_y : top, Math.max(1.5, (b - a) * cell), lone ? Math.max(2, own) : part, weightTone(now, active && now.step.phase !== "dispatch" || false)));
+    items.push(rect(`${key} ${at} held`, left + a * cell, lone ? own_y : top, Math.max(1.5, (b - a) * cell), lone ? Math.max(2, own) : part, weightTone(now, active && now.step.phase !== "dispatch", true)));
     if (zero && copies > 1) items.push(hatch(`${key} ${at} own`, left + a * cell, own_y, Math.max(1.5, (b - a) * cell), Math.max(2, own), 5));
   }
   const cuts = Math.min(ep, cells);

@@ -118,7 +118,7 @@ scenes.model[0].svg.addEventListener("pointerdown", (event) => {
 function drawSchedule(now) {
   const record = layout().pipeline[0], { micro, step, steps, place } = now, shown = Boolean(record?.slots) && micro.sizes.pp > 1;
   parts.schedule.hidden = !shown;
-  parts.bubble.textContent = shown ? `${record.name}, ${count(record.num_microbatches)} micro-batch${record.num_microbatches > 1 ? "es" : ""}${state.off.length ? ", the layout as it is" : ""}: bubble ${percent(record.bubble)} (grey). The micro-batch of the picture is dark.` : "";
+  parts.bubble.textContent = shown ? `${record.name}, ${count(record.num_microbatches)} micro-batch${record.num_microbatches > 1 ? "es" : ""}${state.off.length ? ", the layout as it is" : ""}: bubble ${percent(record.bubble)} (gray). The micro-batch of the picture stands out.` : "";
   if (!shown) return;
   const canvas = parts.schedule, width = canvas.clientWidth, left = 36, row = Math.max(7, Math.min(16, 150 / record.slots.length)), ratio = devicePixelRatio || 1, height = row * record.slots.length + 10;
   if (!width) return;
@@ -158,7 +158,7 @@ function momentOf(record, step, steps) {
 // ---------- words, and the pane ----------
 function formText({ micro, step, present, rank }) {
   const { seq_len: length, mbs, hidden_size: hidden } = layout().model, { cp, tp, sp } = micro.sizes, cut = cp > 1 ? "/cp" : "", thin = sp ? "/tp" : "";
-  const forms = { sp: [`[s${cut}/tp, b, h]`, [length / cp / tp, mbs, hidden]], cp: [`[s${cut}, b, h]`, [length / cp, mbs, hidden]], heads: [`[s${cut}, b, heads${tp > 1 ? "/tp" : ""}]`], logits: [`[s${cut}, b, v${tp > 1 ? "/tp" : ""}]`], routed: ["[rows, h], the tokens of its experts"] };
+  const forms = { sp: [`[s${cut}/tp, b, h]`, [length / cp / tp, mbs, hidden]], cp: [`[s${cut}, b, h]`, [length / cp, mbs, hidden]], heads: [`[s${cut}, b, heads${tp > 1 ? "/tp" : ""}]`], ulysses: [`[s${micro.inner.cp < cp ? "/cp_outer" : ""}, b, heads/cp${micro.inner.cp < cp ? "_inner" : ""}${tp > 1 ? "/tp" : ""}]`], logits: [`[s${cut}, b, v${tp > 1 ? "/tp" : ""}]`], routed: ["[rows, h], the tokens of its experts"] };
   if (step.weights || step.dir === "u") return "Weights and gradients move now, not the data.";
   if (!present) return `The micro-batch is on stage ${step.stage}; rank ${rank} works on another one, or waits.`;
   const [a, b] = [forms[step.before ?? step.state ?? (thin ? "sp" : "cp")], forms[step.state ?? (thin ? "sp" : "cp")]], sizes = (form) => (form?.[1] ? ` = [${form[1].map(count).join(", ")}]` : "");
@@ -170,7 +170,7 @@ function show(speed) {
   if (key === show.key) return moving;
   show.key = key;
   const dim = step.axis && dimensionOf(step.axis), node = layout().device.node, nodes = new Set(group.map((of) => Math.floor(of / node)));
-  parts.title.replaceChildren(make("span", { style: dim ? `color: var(--${dim}-text)` : "" }, titleOf(micro, step)), make("span", { class: "dimmed" }, `  ${placeText(columns, step)}`));
+  parts.title.replaceChildren(make("span", { style: dim ? `color: var(--${dim}-text)` : "" }, titleOf(micro, step)), make("span", { class: "dimmed" }, `  ${placeText(columns, step).replace(`${titleOf(micro, step)}, `, "")}`));
   parts.sentence.setAttribute("aria-live", five.playing ? "off" : "polite");
   parts.sentence.textContent = sentenceOf(micro, step, now.actor, group);
   parts.count.textContent = `${at + 1} / ${steps.length}`;

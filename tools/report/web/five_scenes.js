@@ -35,6 +35,10 @@ function slivers(micro, form, rank) {
   if (form === "none") return full(sp ? cutOf(pieces, at.tp, tp) : pieces, [0, 0]).map((sliver) => ({ ...sliver, off: true }));
   if (form === "sp") return full(cutOf(pieces, at.tp, tp), [0, 1]);
   if (form === "cp") return full(pieces, [0, 1]);
+  if (form === "ulysses") {
+    const inner = groupOver(micro, "cp_inner", rank), cuts = tp * inner.length, cut = at.tp * inner.length + inner.indexOf(rank);
+    return full(inner.flatMap((of) => micro.pieces[placeOf(micro, "cp", of)]).sort((a, b) => a[0] - b[0]), [1 - (cut + 1) / cuts, 1 - cut / cuts]);
+  }
   if (form !== "routed") return full(pieces, [1 - (at.tp + 1) / tp, 1 - at.tp / tp]);
   const group = groupOver(micro, "ep", rank).slice(0, SLIVERS), count = Math.floor(SLIVERS / group.length), stride = Math.max(1, Math.round(group.length / 2));
   return full(pieces, [0, 1]).map((sliver, n) => {

@@ -103,7 +103,10 @@ function unitSteps(micro, column, dir) {
     const looksUp = phase === "Embedding" && dir === "f"; // which no GEMM does
     const compute = (until) => steps.push({ ...common, at, kind, phase, what: "compute", from: position, until, gemms, unit: name });
     if (looksUp) compute(0);
-    for (const [axis, what, size, after] of messages) {
+    const heads = messages.filter(([axis, what]) => dimensionOf(axis) === "cp" && what === "all_to_all"); // of Ulysses: there and back
+    for (const message of messages) {
+      const [axis, what, size, after] = message, attends = heads.length > 1 && message === heads[kind === "backward" ? 1 : heads.length - 1];
+      if (attends) compute(position);
       if (after > position) { compute(after); position = after; }
       const dim = dimensionOf(axis), before = steps.at(-1);
       if (size < most / 100 && before) { before.sums = { ...before.sums, [dim]: (before.sums?.[dim] ?? 0) + size }; before.small = (before.small ?? 0) + size; continue; }
@@ -131,7 +134,9 @@ function track(steps, sizes, dir) {
     else if (dim === "tp" && step.what === "reduce_scatter") state = "sp";
     else if (dim === "tp") state = step.phase === "Head" && dir === "f" ? "logits" : "cp";
     else if (dim === "ep" && !/^etp/.test(step.axis)) state = state === "routed" ? rest : "routed";
-    else if (dim === "cp") state = "heads";
+    else if (dim === "cp" && step.what === "all_to_all") state = state === "ulysses" ? "heads" : "ulysses";
+    else if (dim === "cp") state = state === "ulysses" ? state : "heads";
+    else if (state === "ulysses" || (step.phase === "attention" && step.from === step.until)) ; // attention itself
     else if (state === "sp" && step.phase !== "combine") ; // works on its own tokens, such as MLA's latents, or on gradients of weights
     else if (step.phase === "attention") state = sizes.tp === 1 && sizes.cp === 1 ? "cp" : step.until < step.gemms ? "heads" : "cp";
     else if (step.phase === "Head") state = dir === "f" ? "logits" : "cp";
@@ -154,7 +159,7 @@ function titleOf(micro, step) {
 }
 function computeTitle({ phase, from, until, gemms, dir }) {
   const back = dir === "b" ? ", backward" : "";
-  if (phase === "attention") return (dir === "f" ? (until >= gemms && from > 0 ? "output matrix" : from === 0 && until < gemms ? "queries, keys, values" : "attention") : "attention") + back;
+  if (phase === "attention") return (dir === "f" ? (from === until ? "attention" : until >= gemms && from > 0 ? "output matrix" : from === 0 && until < gemms ? "queries, keys, values" : "attention") : "attention") + back;
   return (PLACES[phase] ?? phase) + back;
 }
 function placeText(columns, step) {
@@ -195,9 +200,9 @@ function foldedSentence(step) {
   return `${what}, like those that are shown one by one${step.dir === "b" ? ", backward" : ""}. A rank ${stages ? `of stage ${step.stage} ` : ""}sends ${sums.length ? sums.join(", ") : "nothing"}.`;
 }
 function weightsSentence(step, who, from, sizes) {
-  const slice = `${sizes.zero >= 3 ? "ZeRO-3" : `ZeRO-${sizes.zero}`}`, kind = step.axis.startsWith("e") ? "the experts' " : "";
+  const slice = `${sizes.zero >= 3 ? "ZeRO-3" : `ZeRO-${sizes.zero}`}`, kind = step.axis.startsWith("e") ? "expert " : "";
   if (dimensionOf(step.axis) !== "dp") return `${who} add up gradients of ${kind}weights of which each has a copy, such as norms, ${from}.`;
-  if (step.what === "all_gather") return step.once ? `${who} send each other their slices of ${kind}updated weights, ${from}; then all are equal again.` : `${who} lend each other their slices of ${kind}these weights, ${from}: under ${slice} a rank keeps only its slice, unless the pass before has just used them.`;
+  if (step.what === "all_gather") return step.once ? `${who} send each other their slices of the updated ${kind}weights, ${from}; then all are equal again.` : `${who} lend each other their slices of these ${kind}weights, ${from}: under ${slice} a rank keeps only its slice, unless the pass before has just used them.`;
   if (step.what === "reduce_scatter") return `${who} saw different tokens and hold copies of the same ${kind}weights. They add up the gradients, ${from}, and each keeps a slice (${slice}).`;
   return `${who} saw different tokens and hold copies of the same ${kind}weights. They add up the gradients, ${from}.`;
 }
@@ -207,7 +212,7 @@ function computeSentence({ sizes }, step) {
   const text = { Embedding: `Each rank looks up its tokens in ${part}the vocabulary.`, Head: `Each rank scores its tokens against ${part}the vocabulary.`, mlp: `Each rank multiplies by ${part}the MLP: up, activation, down.`,
     dispatch: "The router scores the experts for each token and sorts the tokens by expert.", combine: "Each token adds up the outputs of its experts, weighted by the router.",
     experts: step.until <= step.gemms / 2 && sizes.tp > 1 ? `Each rank multiplies by ${part}the shared expert.` : `Each rank runs its experts${sizes.ep > 1 ? `, ${aShare(sizes.ep)} of all,` : ""} on the tokens that arrived${sizes.etp > 1 ? `, with its ${share(sizes.etp)} of each matrix` : ""}.`,
-    attention: step.from === 0 && step.until < step.gemms ? `Each rank computes queries, keys and values of ${sizes.tp > 1 ? "its own heads" : "all heads"}.` : step.from > 0 ? `Each rank mixes its heads with ${part}the output matrix${sizes.tp > 1 ? ": a partial sum" : ""}.` : "Each rank attends with its heads to the tokens it has." }[step.phase] ?? `Each rank computes ${step.phase}.`;
+    attention: step.from === 0 && step.until < step.gemms ? `Each rank computes queries, keys and values of ${sizes.tp > 1 ? "its own heads" : "all heads"}.` : step.from > 0 && step.until > step.from ? `Each rank mixes its heads with ${part}the output matrix${sizes.tp > 1 ? ": a partial sum" : ""}.` : "Each rank attends with its heads to the tokens it has." }[step.phase] ?? `Each rank computes ${step.phase}.`;
   return back ? `Backward: gradients of ${PLACES[step.phase] ?? step.phase} weights stay where the weights are; the gradient of the input goes on.` : `${again}${text} Nothing is sent.`;
 }
 const pipelinePlace = (micro, rank) => axisPlace(micro.grid.dense, "pp", rank);
