@@ -290,7 +290,8 @@ def fields(rank: int, world: int, job: dict) -> None:
             continue
         kinds = {bool: [not field.default], int: [2], float: [0.5], str: [None]}
         values = kinds.get(type(field.default), [0.5, 2, True])
-        values += re.findall(r"'(\w+)'", str(field.type))  # of a Literal
+        if "Literal" in str(field.type):
+            values += re.findall(r"'(\w+)'", str(field.type))
         differ = []
         for value in values:
             with contextlib.suppress(Exception):

@@ -232,10 +232,15 @@ COMMANDS = {
         ],
     ),
     "average": Command(
-        "new_checkpoint.average",
+        "average.average",
         "average the weights of several checkpoints",
         [
-            option("path", "checkpoints, or directories of them", path="PATH", nargs="+"),
+            option(
+                "path",
+                "checkpoints, directories of them, or Hugging Face folders",
+                path="PATH",
+                nargs="+",
+            ),
             OUT,
             option(
                 "--last",
@@ -249,6 +254,11 @@ COMMANDS = {
                 type=float,
                 nargs="+",
                 metavar="W",
+            ),
+            option(
+                "--decay",
+                "weights that imitate this decay of a constant learning rate (WSM)",
+                choices=["linear", "cosine", "1-sqrt"],
             ),
         ],
     ),

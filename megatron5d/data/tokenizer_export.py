@@ -308,7 +308,7 @@ def _from_ranks(encoding: Ranks) -> Any:
     return backend
 
 
-def _texts(
+def sample_texts(
     ours: Tokenizer, ids: list[int], added: list[str], special: Collection[str]
 ) -> Iterator[str]:
     """Yields PROBES, up to 4,000 tokens of the vocabulary eight at a time, and up to 4,000 added
@@ -343,7 +343,7 @@ def _check_ids(file: Path, files: dict[str, str], ours: Tokenizer, config: dict[
     if theirs := _by_transformers(files, config):
         encoders["transformers' AutoTokenizer"] = theirs
     for name, encode in encoders.items():
-        for text in _texts(ours, ids, in_text, special):
+        for text in sample_texts(ours, ids, in_text, special):
             expected, actual = ours.encode(text), encode(text)
             if expected != actual:
                 raise ValueError(

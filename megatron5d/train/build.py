@@ -31,6 +31,7 @@ from megatron5d.topology.process import Process
 from megatron5d.topology.shard_spec import without_memory
 from megatron5d.train.data import may_hold_padding
 from megatron5d.train.pipeline_layout import PipelineLayout, boundary_form
+from megatron5d.train.preflight.resume import tokenizer_differences
 from megatron5d.train.preflight.warnings import (
     broken_checkpoints,
     checkpoints_ahead,
@@ -249,6 +250,8 @@ def _load_first_weights(
             notes = on_every_rank(
                 lambda: load_hf_shards(shards, config.model, folder, config.train.seed)
             )
+            saved = {"init": {"from_hf": folder}}
+            notes += on_rank_0(lambda: tokenizer_differences(config, saved))
             refuse_nonfinite(Path(folder), by_key("model", shards))
         else:
             for spec, tensor in shards:

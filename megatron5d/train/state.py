@@ -37,7 +37,13 @@ from megatron5d.optim.optimizer import Optimizer
 from megatron5d.topology.all_ranks import first_failure, on_every_rank, on_rank_0
 from megatron5d.topology.launcher import slurm_job
 from megatron5d.topology.shard_spec import ShardSpec, spec_of
-from megatron5d.train.preflight.resume import COMPARED_KEYS, changed_keys, mismatch_faults
+from megatron5d.train.preflight.resume import (
+    COMPARED_KEYS,
+    changed_keys,
+    mismatch_faults,
+    model_differences,
+    tokenizer_differences,
+)
 
 # groups of the configuration whose changes a resumed run logs
 _LOGGED_GROUPS = (
@@ -263,6 +269,8 @@ def resume(
     config = replace(config, data=replace(config.data, weights=data_weights))
     changed = changed_keys(record["config"], config, _LOGGED_GROUPS)
     changed += [f"data.weights = {data_weights}, as it began"] * restored
+    if tokenizer := on_rank_0(partial(tokenizer_differences, config, record["config"])):
+        changed = [line for line in changed if not line.startswith("data.tokenizer ")] + tokenizer
 
     tensors = run_tensors(sync, optimizer, weights, writing=False, shared=True)
     load_tensors(folder, tensors, _architecture_lines(folder, changed, before), twin=twin_key)
@@ -353,10 +361,11 @@ def load_weights_of_run(
     source = agree_on_folder(lambda: resolve_checkpoint(folder, "init.from_checkpoint"))
     assert source is not None
     saved = on_rank_0(partial(read_record, source))["config"]
-    changed = changed_keys(saved, config, ["model"])
+    balance = []
     if _balances_by_bias(saved) != _balances_by_bias(to_dict(config)):
         moe = changed_keys(saved, config, ["moe"])
-        changed += [line for line in moe if line.startswith("moe.balance ")]
+        balance = [line for line in moe if line.startswith("moe.balance ")]
+    changed = changed_keys(saved, config, ["model"]) + balance
 
     had_biases = saved.get("model", {}).get("router_bias") or _balances_by_bias(saved)
     if not (had_biases or config.model.router_bias):
@@ -370,14 +379,10 @@ def load_weights_of_run(
     refuse_nonfinite(source, tensors)
     optimizer.restore_unsaved_masters()
 
-    irrelevant = tuple(
-        f"model.{key} "
-        for key in (
-            *("name", "from_hf", "from_checkpoint", "init_std"),
-            *("init_scale_output", "max_positions"),
-        )
-    )
-    notes = [f"{line} in {source}" for line in changed if not line.startswith(irrelevant)]
+    before = config_from_record(source, saved, COMPARED_KEYS).model
+    differences = model_differences(config.model, before) + balance
+    differences += on_rank_0(partial(tokenizer_differences, config, saved))
+    notes = [f"{line} in {source}" for line in differences]
     return [f"begins with the weights of {source}: {_forms(sources)}", *new_notes, *notes]
 
 

@@ -1,6 +1,7 @@
 """Examines checkpoints: their contents, whether every byte is intact, and how two differ."""
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedTensors, file_error, 
 from megatron5d.config.convert import to_dict
 from megatron5d.config.schema import Config
 from megatron5d.tools.conversion.processes import in_processes
+from megatron5d.train.preflight.resume import model_differences, tokenizer_differences
 from megatron5d.train.state import read_record
 
 BLOCK_ELEMENTS = 1 << 23  # compared at a time
@@ -133,7 +135,25 @@ def diff(args: Namespace) -> int:
     equal = f"equal: {len(common)} tensors" + f" within {args.tolerance:g}" * bool(args.tolerance)
     equal += f", {rounded} of them within rounding to bf16" * bool(rounded)
     print("\n".join(sorted(lines)) or equal)
+    _print_other_models(args.one, args.other)
     return 1 if lines else 0
+
+
+def _print_other_models(one: Path, other: Path) -> None:
+    """Prints differences of the models that have no tensor."""
+    config, other_config = _saved_config(one), _saved_config(other)
+    lines = model_differences(other_config.model, config.model)
+    for line in lines + tokenizer_differences(other_config, config):
+        # no config.json says how many of these layers are used
+        if not line.startswith("model.num_mtp_layers "):
+            print(f"{other} and {one} are of other models: {line}", file=sys.stderr)
+
+
+def _saved_config(path: Path) -> Config:
+    if (path / "config.json").is_file():
+        model = folder_model(path)
+        return Config(model=replace(model, from_hf=str(path)))
+    return saved_config(resolve_checkpoint(path, "PATH"))
 
 
 def _readers(path: Path, stack: ExitStack) -> dict[str, tuple[Shape, Read]]:
@@ -143,7 +163,7 @@ def _readers(path: Path, stack: ExitStack) -> dict[str, tuple[Shape, Read]]:
         model = folder_model(path)
         model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         lazy = hf_weights(model, stored, torch.float64)
-        return {key: (tuple(tensor.shape), _lazy_reader(tensor)) for key, tensor in lazy.items()}
+        return {key: (tuple(tensor.shape), lazy_reader(tensor)) for key, tensor in lazy.items()}
     saved = SavedTensors(resolve_checkpoint(path, "PATH"))
 
     def reader(key: str) -> Read:
@@ -152,7 +172,7 @@ def _readers(path: Path, stack: ExitStack) -> dict[str, tuple[Shape, Read]]:
     return {key: (tuple(tensor.size), reader(key)) for key, tensor in saved.tensors.items()}
 
 
-def _lazy_reader(tensor: LazyTensor) -> Read:
+def lazy_reader(tensor: LazyTensor) -> Read:
     """Reader of a tensor of a Hugging Face folder, whose shards it reads whole."""
 
     def read(offset: Shape, shape: Shape) -> Tensor:

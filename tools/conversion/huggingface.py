@@ -4,7 +4,6 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -19,6 +18,7 @@ from megatron5d.checkpoint.hf.weights import (
     hf_weights,
     prediction_layers,
 )
+from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
@@ -29,6 +29,7 @@ from megatron5d.tools.conversion.new_checkpoint import (
 )
 from megatron5d.topology.owned_output import staged
 from megatron5d.train.hf_export import has_tokenizer, plan_export
+from megatron5d.train.preflight.resume import tokenizer_differences
 from megatron5d.train.state import read_record
 
 
@@ -39,26 +40,40 @@ def from_hf(args: Namespace) -> None:
     Raises:
         ValueError: the folder cannot be read, or `out` has checkpoints.
     """
-    hf: Path = args.hf
+    with SafetensorsFolder(args.hf) as stored:
+        config, tensors = imported(stored, args.dtype, args.mtp)
+        print(f"wrote {save_weights(args.out, dict(tensors), config)}")
+
+
+def imported(
+    stored: SafetensorsFolder, dtype: str | None = None, mtp: bool = False
+) -> tuple[Config, dict[str, LazyTensor]]:
+    """Configuration and weights of an open Hugging Face folder, as a checkpoint has them; prints
+    what the model does not use of it.
+
+    Args:
+        dtype: of the weights; None = the narrowest that holds them.
+        mtp: include layers of multi-token prediction.
+
+    Raises:
+        ValueError: the folder holds no model that ours computes.
+    """
+    hf = stored.folder
     model = folder_model(hf)
     source = str(hf.resolve())
-    with SafetensorsFolder(hf) as stored:
-        if args.mtp:
-            model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
-        family = read_hf_config(hf)["model_type"]
-        # rotary frequencies, which IGNORED names, are fp32 even among weights in bf16
-        dtype = args.dtype or stored_dtype(
-            stored.tensors, hf_entries(model, family), IGNORED[family]
-        )
-        for note in folder_notes(model, stored):
-            print(note, file=sys.stderr)
-        config = Config(
-            model=replace(model, from_hf=source),
-            precision=PrecisionConfig(dtype=dtype),
-            data=DataConfig(tokenizer=source if has_tokenizer(hf) else None),
-        )
-        tensors = hf_weights(model, stored, DTYPES[dtype])
-        print(f"wrote {save_weights(args.out, dict(tensors), config)}")
+    if mtp:
+        model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
+    family = read_hf_config(hf)["model_type"]
+    # rotary frequencies, which IGNORED names, are fp32 even among weights in bf16
+    dtype = dtype or stored_dtype(stored.tensors, hf_entries(model, family), IGNORED[family])
+    for note in folder_notes(model, stored):
+        print(note, file=sys.stderr)
+    config = Config(
+        model=replace(model, from_hf=source),
+        precision=PrecisionConfig(dtype=dtype),
+        data=DataConfig(tokenizer=source if has_tokenizer(hf) else None),
+    )
+    return config, hf_weights(model, stored, DTYPES[dtype])
 
 
 def to_hf(args: Namespace) -> None:
@@ -70,6 +85,10 @@ def to_hf(args: Namespace) -> None:
     """
     folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
     run, config = read_record(folder), saved_config(folder)
+    if args.tokenizer:
+        asked = replace(config, data=DataConfig(tokenizer=str(args.tokenizer)))
+        for line in tokenizer_differences(asked, config):
+            print(f"{folder}: {line}", file=sys.stderr)
     # files appear together at the end, so that no half-written folder is loaded
     with staged(args.out, check_no_model_files) as staging:
         export = plan_export(

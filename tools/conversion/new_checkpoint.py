@@ -1,4 +1,4 @@
-"""Writing a new checkpoint, as every conversion does, and the average of several."""
+"""Writing a new checkpoint, as every conversion does."""
 
 import re
 from argparse import Namespace
@@ -7,20 +7,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megatron5d.checkpoint.folder import named_steps, saved_config, saved_steps, step_folder
+from megatron5d.checkpoint.folder import named_steps
 from megatron5d.checkpoint.hf.tensor_table import Entry
-from megatron5d.checkpoint.layout import LazyTensor
-from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_checkpoint
+from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import to_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config
 from megatron5d.topology.owned_output import owned
-from megatron5d.train.state import Progress, run_record, twin_key
+from megatron5d.train.state import Progress, run_record
 
 # dtype of safetensors -> the narrowest of ours that holds its values without loss
 _LOSSLESS = {"F64": "fp64", "F32": "fp32", "F16": "fp32", "BF16": "bf16", "F8_E4M3": "bf16"}
@@ -88,63 +84,3 @@ def save_weights(
         # its advice is for a run, which has earlier checkpoints
         raise OSError(f"{out} is not written: {error.__cause__}") from error
     return resolve_checkpoint(out, "--out")
-
-
-@writes_checkpoint
-def average(args: Namespace) -> None:
-    """Writes the mean of weights as a checkpoint of step 0, and prints its folder.
-
-    Of a run in bf16 the master weights are averaged. Sums are in fp64, one shard at a time.
-
-    Raises:
-        ValueError: there is no complete checkpoint, tensors or weights do not match, or `out` has
-            checkpoints.
-    """
-    folders = _checkpoints(args.path, args.last)
-    weights = args.weights or [1.0] * len(folders)
-    if len(weights) != len(folders) or sum(weights) <= 0:
-        raise ValueError(
-            f"--weights requires one weight per checkpoint with a sum above 0 (got {weights} for "
-            f"{len(folders)} checkpoints)"
-        )
-    sources = [SavedWeights(folder, torch.float32, twin_key) for folder in folders]
-    shapes, *other_shapes = (
-        {name: tuple(tensor.size) for name, tensor in source.tensors.items()} for source in sources
-    )
-    for folder, compared in zip(folders[1:], other_shapes):
-        for name in sorted(shapes.keys() | compared.keys()):
-            one, other = shapes.get(name), compared.get(name)
-            if one != other:
-                raise ValueError(f"{name} is {one} in {folders[0]}, {other} in {folder}")
-    # one shard is in memory at a time: means are computed as they are written
-    factors = [weight / sum(weights) for weight in weights]
-    tensors = {WEIGHT_PREFIX + name: _mean(name, sources, factors) for name in shapes}
-    folder = save_weights(args.out, dict(tensors), saved_config(folders[-1]))
-    print(f"wrote {folder}: the mean of {len(folders)}")
-
-
-def _checkpoints(paths: list[Path], last: int | None) -> list[Path]:
-    """The newest complete checkpoint of each path, or the last ones of a single directory."""
-    if last is None:
-        return [resolve_checkpoint(path, "PATH") for path in paths]
-    if len(paths) != 1:
-        raise ValueError(f"--last {last} requires one directory (got {len(paths)})")
-    steps = saved_steps(paths[0])[-last:]
-    if len(steps) < last:
-        raise ValueError(f"--last {last}: {paths[0]} has {len(steps)} complete checkpoints")
-    return [step_folder(paths[0], step) for step in steps]
-
-
-def _mean(name: str, sources: list[SavedWeights], factors: list[float]) -> LazyTensor:
-    """Weighted sum of a tensor, in the shards of the first source."""
-    saved = sources[0].tensors[name]
-    dtype = torch.promote_types(saved.dtype, torch.float32)
-    shards = {offset: item.extent for offset, item in saved.items.items()}
-
-    def make(offset: tuple[int, ...]) -> Tensor:
-        total = torch.zeros(shards[offset], dtype=torch.float64)
-        for source, factor in zip(sources, factors):
-            total += factor * source.read(name, offset, shards[offset]).double()
-        return total.to(dtype)
-
-    return LazyTensor(saved.size, shards, dtype, make)

@@ -1,7 +1,8 @@
-"""Compares the configuration with that of the checkpoint from which a run resumes. Needs no torch,
-so that another architecture is refused before anything is imported."""
+"""Compares the configuration with that of a checkpoint: for resuming, `init`, averages and `diff`.
+Needs no torch, so that another architecture is refused before anything is imported."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from megatron5d.config.convert import override_text, spelled, to_dict, value_of
 from megatron5d.config.derived import resumed_folder
 from megatron5d.config.errors import Fault
 from megatron5d.config.json_file import read_json
-from megatron5d.config.schema import Config
+from megatron5d.config.schema import Config, ModelConfig
 from megatron5d.model.flops import parameter_count
 
 # groups and keys of a saved configuration that are compared on resume
@@ -43,6 +44,52 @@ def changed_keys(saved: Mapping[str, Any], config: Config, groups: Iterable[str]
         for key, value in saved.get(group, {}).items()
         if key in current[group] and current[group][key] != value
     ]
+
+
+def model_differences(model: ModelConfig, saved: ModelConfig) -> list[str]:
+    """A line for each field in which a saved model computes another function; many of them, such as
+    the rotary base, have no tensor."""
+    from megatron5d.checkpoint.canonical_model import differing_fields
+
+    return [
+        f"model.{name} = {value}, saved with {other}"
+        for name, (value, other) in differing_fields(model, saved).items()
+    ]
+
+
+def tokenizer_differences(
+    config: Config | Mapping[str, Any], saved: Config | Mapping[str, Any]
+) -> list[str]:
+    """A line where a saved configuration names a tokenizer that gives texts other ids.
+
+    Args:
+        config, saved: each a configuration, or one as run.json holds it.
+
+    Returns:
+        Nothing where one of them names no tokenizer, or its files are gone.
+    """
+    source, other = _tokenizer(config), _tokenizer(saved)
+    if source is None or other is None or source == other:
+        return []
+    from megatron5d.data.tokenizer_comparison import tokenizer_difference
+
+    try:
+        difference = tokenizer_difference(source, other)
+    except (ValueError, OSError, ImportError) as error:
+        difference = f"they cannot be compared: {error}"
+    return [f"data.tokenizer = {source}, saved with {other}: {difference}"] if difference else []
+
+
+def _tokenizer(config: Config | Mapping[str, Any]) -> Path | None:
+    """The file that a configuration's tokenizer is read from, if it is there."""
+    from megatron5d.data.tokenizer import tokenizer_file
+
+    values = to_dict(config) if isinstance(config, Config) else config
+    for group, key in (("data", "tokenizer"), ("model", "from_hf"), ("init", "from_hf")):
+        if source := values.get(group, {}).get(key):
+            with suppress(ValueError, OSError):
+                return tokenizer_file(source)
+    return None
 
 
 def architecture_faults(config: Config, world: int) -> list[Fault]:

@@ -2,18 +2,25 @@
 folders."""
 
 import json
+import math
 import os
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
+from hf_folders import random_model, tiny_config
 from runs import whole_tensors
+from safetensors import safe_open
 from tool_runs import SIZES, random_weights, run, save
 
 from megatron5d.checkpoint.folder import step_folder
-from megatron5d.config.schema import Config, ModelConfig, PrecisionConfig
+from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.tools import convert
+from megatron5d.tools.conversion.average import decay_shares
+from megatron5d.train.state import Progress
 
 CONFIG = Config(model=ModelConfig(**SIZES), precision=PrecisionConfig(dtype="fp32"))
 UP, HEAD = "model.layers.1.mlp.up.weight", "model.head.weight"
@@ -133,6 +140,93 @@ def test_average_is_the_mean_with_its_weights(checkpoint, tmp_path):
     assert run(convert, f"average {steps} --last 2 --out {tmp_path}/last") == 0
     assert run(convert, f"average {two} {three} --out {tmp_path}/pair") == 0
     assert run(convert, f"diff {tmp_path}/last {tmp_path}/pair") == 0
+
+
+def test_average_of_hugging_face_folders_and_checkpoints(tmp_path):
+    one, two = tmp_path / "hf0", tmp_path / "hf1"
+    for number, folder in enumerate((one, two)):
+        random_model(tiny_config("llama"), std=0.1 + number).save_pretrained(folder)
+        assert run(convert, f"from-hf --hf {folder} --out {tmp_path}/ck{number}") == 0
+    out = tmp_path / "mean"
+    assert run(convert, f"average {one} {two} --out {out}") == 0
+    assert run(convert, f"average {tmp_path}/ck0 {two} --out {out}-mixed") == 0
+    assert run(convert, f"average {tmp_path}/ck0 {tmp_path}/ck1 --out {out}-ours") == 0
+    assert run(convert, f"diff {out} {out}-ours") == run(convert, f"diff {out} {out}-mixed") == 0
+    with safe_open(one / "model.safetensors", "pt") as a:
+        with safe_open(two / "model.safetensors", "pt") as b:
+            key = "model.layers.1.mlp.down_proj.weight"
+            expected = (a.get_tensor(key).double() + b.get_tensor(key).double()) / 2
+    down = whole_tensors(step_folder(out, 0))["model.layers.1.mlp.down.weight"]
+    assert torch.equal(down, expected.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rope_theta": 5e5}, "model.rope_theta = 500000.0, saved with 10000.0"),
+        ({"norm_eps": 0.01}, "model.norm_eps = 0.01, saved with"),
+        ({"attention_window": 8}, "model.attention_window = 8, saved with None"),
+        ({"activation": "geglu_tanh"}, "model.activation = geglu_tanh, saved with swiglu"),
+        ({"embedding_scale": 4.0}, "model.embedding_scale = 4.0, saved with 1.0"),
+        ({"logit_softcap": 30.0}, "model.logit_softcap = 30.0, saved with 0.0"),
+    ],
+)
+def test_other_functions_of_the_same_shapes_are_told(tmp_path, checkpoint, capsys, change, told):
+    config = replace(CONFIG, model=replace(CONFIG.model, **change))
+    save(tmp_path / "other", config, random_weights(config, 1))
+    out = tmp_path / "out"
+    assert run(convert, f"average {checkpoint} {tmp_path}/other --out {out}") == 2
+    assert told in capsys.readouterr().err and not out.exists()
+    assert run(convert, f"diff {checkpoint} {tmp_path}/other") == 0
+    assert told in capsys.readouterr().err
+
+
+def test_other_tokenizers_are_told(tmp_path, capsys):
+    paths = []
+    for number, vocabulary in enumerate(({"a": 0, "b": 1}, {"b": 0, "a": 1}, {"a": 0, "b": 1})):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+        folder = tmp_path / f"tokenizer{number}"
+        folder.mkdir()
+        tokenizer.save(str(folder / "tokenizer.json"), pretty=number == 2)  # other bytes
+        config = replace(CONFIG, data=DataConfig(tokenizer=str(folder)))
+        paths.append(tmp_path / f"ck{number}")
+        save(paths[-1], config, random_weights(config, number))
+    assert run(convert, f"average {paths[0]} {paths[1]} --out {tmp_path}/out") == 2
+    assert "id 0 is 'b' and 'a'" in capsys.readouterr().err
+    assert run(convert, f"average {paths[0]} {paths[2]} --out {tmp_path}/out") == 0
+
+
+def test_decay_weights_are_those_of_a_run_that_decays(tmp_path, capsys):
+    """Of SGD at a constant rate, the mean is where the same gradients lead at the decaying one."""
+    updates = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.cat([torch.zeros(1, 8), updates]).cumsum(0)
+    rates = {
+        "linear": [0.8, 0.6, 0.4, 0.2],
+        "cosine": [(1 + math.cos(math.pi * i / 5)) / 2 for i in (1, 2, 3, 4)],
+        "1-sqrt": [1 - math.sqrt(i / 5) for i in (1, 2, 3, 4)],
+    }
+    for decay, rate in rates.items():
+        shares = decay_shares(decay, [100.0, 110.0, 120.0, 130.0, 140.0])
+        assert sum(shares) == pytest.approx(1) and min(shares) > 0
+        mean = (torch.tensor(shares, dtype=torch.float64)[:, None] * weights).sum(0)
+        decayed = (torch.tensor(rate, dtype=torch.float64)[:, None] * updates).sum(0)
+        torch.testing.assert_close(mean, decayed)
+    assert decay_shares("linear", [0, 1, 2, 3]) == pytest.approx([0.25] * 4)
+    assert decay_shares("cosine", [7.0]) == [1.0]
+    # updates of a longer interval decay further
+    assert decay_shares("linear", [0, 3, 4]) == pytest.approx([0.5, 1 / 6, 1 / 3])
+    steps = tmp_path / "steps"
+    for step in (1, 2, 3):
+        save(steps, CONFIG, random_weights(CONFIG, step), progress=Progress(step))
+    assert run(convert, f"average {steps} --last 3 --decay cosine --out {tmp_path}/mean") == 0
+    assert "the mean of 3 with weights 0.25, 0.5, 0.25" in capsys.readouterr().out
+    one, two = (step_folder(steps, step) for step in (1, 2))
+    for options, reason in {
+        f"{two} {one} --decay cosine": "increasing steps (got [2, 1])",
+        f"{one} {two} --decay cosine --weights 1 2": "leave one out",
+    }.items():
+        assert run(convert, f"average {options} --out {tmp_path}/no") == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_bad_input_is_rejected_by_name(checkpoint, tmp_path, capsys):
