@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron5d.checkpoint.folder import saved_config, saved_steps, step_folder
 from megatron5d.checkpoint.hf.safetensors_folder import SafetensorsFolder
+from megatron5d.checkpoint.hf.weights import folder_model
 from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_checkpoint
 from megatron5d.config.schema import Config
@@ -134,7 +135,8 @@ def _folders(paths: list[Path], last: int | None) -> list[Path]:
 
 def _open(folder: Path, stack: ExitStack) -> _Source:
     if (folder / "config.json").is_file():
-        config, tensors = imported(stack.enter_context(SafetensorsFolder(folder)))
+        model = folder_model(folder)
+        config, tensors = imported(model, stack.enter_context(SafetensorsFolder(folder)))
         weights = {}
         for key, tensor in tensors.items():
             shards = {offset: tuple(view.shape) for offset, view in tensor.shards.items()}

@@ -20,7 +20,7 @@ from megatron5d.checkpoint.hf.weights import (
 )
 from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import resolve_checkpoint
-from megatron5d.config.schema import Config, DataConfig, PrecisionConfig
+from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.tools.conversion.new_checkpoint import (
     save_weights,
@@ -40,29 +40,29 @@ def from_hf(args: Namespace) -> None:
     Raises:
         ValueError: the folder cannot be read, or `out` has checkpoints.
     """
+    model = folder_model(args.hf)
     with SafetensorsFolder(args.hf) as stored:
-        config, tensors = imported(stored, args.dtype, args.mtp)
+        if args.mtp:
+            model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
+        config, tensors = imported(model, stored, args.dtype)
         print(f"wrote {save_weights(args.out, dict(tensors), config)}")
 
 
 def imported(
-    stored: SafetensorsFolder, dtype: str | None = None, mtp: bool = False
+    model: ModelConfig, stored: SafetensorsFolder, dtype: str | None = None
 ) -> tuple[Config, dict[str, LazyTensor]]:
     """Configuration and weights of an open Hugging Face folder, as a checkpoint has them; prints
     what the model does not use of it.
 
     Args:
+        model: of the folder (`folder_model`).
         dtype: of the weights; None = the narrowest that holds them.
-        mtp: include layers of multi-token prediction.
 
     Raises:
-        ValueError: the folder holds no model that ours computes.
+        ValueError: the folder's tensors are not those of the model.
     """
     hf = stored.folder
-    model = folder_model(hf)
     source = str(hf.resolve())
-    if mtp:
-        model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
     family = read_hf_config(hf)["model_type"]
     # rotary frequencies, which IGNORED names, are fp32 even among weights in bf16
     dtype = dtype or stored_dtype(stored.tensors, hf_entries(model, family), IGNORED[family])
