@@ -422,7 +422,9 @@ def test_without_a_world_the_fewest_ranks_are_taken(saved, tmp_path, capsys):
         )
         == 0
     )
-    assert capsys.readouterr().out == f"wrote {step_folder(tmp_path / 'out', 1)} for 4 ranks\n"
+    written, command = capsys.readouterr().out.splitlines()
+    assert written == f"wrote {step_folder(tmp_path / 'out', 1)} for 4 ranks"
+    assert command.endswith(f"on 4 ranks with checkpoint.dir={tmp_path / 'out'}")
 
 
 def test_weights_alone_are_resharded_too(saved, tmp_path):

@@ -19,7 +19,11 @@ from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_chec
 from megatron5d.config.schema import Config
 from megatron5d.tools.conversion.examine import lazy_reader
 from megatron5d.tools.conversion.huggingface import imported
-from megatron5d.tools.conversion.new_checkpoint import save_weights, writes_checkpoint
+from megatron5d.tools.conversion.new_checkpoint import (
+    print_written,
+    save_weights,
+    writes_checkpoint,
+)
 from megatron5d.train.preflight.resume import model_differences, tokenizer_differences
 from megatron5d.train.state import read_record, twin_key
 
@@ -69,10 +73,11 @@ def average(args: Namespace) -> None:
             shares = _shares(args.weights or [1.0] * len(folders), len(folders))
         # one shard is in memory at a time: means are computed as they are written
         tensors = {name: _mean(name, sources, shares) for name in sources[0].weights}
-        folder = save_weights(args.out, dict(tensors), sources[-1].config)
+        config = sources[-1].config
+        folder = save_weights(args.out, dict(tensors), config)
     listed = ", ".join(f"{share:.4g}" for share in shares)
     note = f" with weights {listed}" if args.weights or args.decay else ""
-    print(f"wrote {folder}: the mean of {len(folders)}{note}")
+    print_written(folder, config, f"{len(folders)} models, their mean{note}", None)
 
 
 def decay_shares(decay: str, steps: list[float]) -> list[float]:

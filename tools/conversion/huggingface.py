@@ -23,6 +23,7 @@ from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionConfig
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.tools.conversion.new_checkpoint import (
+    print_written,
     save_weights,
     stored_dtype,
     writes_checkpoint,
@@ -45,7 +46,8 @@ def from_hf(args: Namespace) -> None:
         if args.mtp:
             model = replace(model, num_mtp_layers=len(prediction_layers(model, stored)))
         config, tensors = imported(model, stored, args.dtype)
-        print(f"wrote {save_weights(args.out, dict(tensors), config)}")
+        folder = save_weights(args.out, dict(tensors), config)
+    print_written(folder, config, str(args.hf), None)
 
 
 def imported(
@@ -102,4 +104,5 @@ def to_hf(args: Namespace) -> None:
         bar = tqdm(export.entries, unit="tensor", disable=None)
         size = save_folder(staging, export.tensors(folder, bar), round(args.max_shard_gb * 1e9))
         export.write_files(staging)
-    print(f"wrote {size:,} bytes of weights to {args.out}")
+    print(f"read {folder}, wrote {size:,} bytes of weights to {args.out}")
+    print(f"next: lm_eval --model hf --model_args pretrained={args.out} --tasks hellaswag")

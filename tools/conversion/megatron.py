@@ -33,6 +33,7 @@ from megatron5d.config.schema import Config, DataConfig, ModelConfig, PrecisionC
 from megatron5d.model.block_inputs import DTYPES
 from megatron5d.optim.lr_schedule import learning_rate
 from megatron5d.tools.conversion.new_checkpoint import (
+    print_written,
     save_weights,
     stored_dtype,
     writes_checkpoint,
@@ -87,7 +88,9 @@ def from_megatron(args: Namespace) -> None:
         )
     train = TrainConfig(seq_len=getattr(arguments, "seq_length", None) or model.max_positions)
     config = Config(model=model, precision=PrecisionConfig(dtype=dtype), train=train)
-    print(f"wrote {save_weights(args.out, tensors | state, config, progress)}")
+    folder = save_weights(args.out, tensors | state, config, progress)
+    source = f"iteration {megatron.iteration} of {stored.folder}"
+    print_written(folder, config, source, progress if state else None)
 
 
 def _adam_state(

@@ -12,9 +12,10 @@ from megatron5d.checkpoint.hf.tensor_table import Entry
 from megatron5d.checkpoint.load import resolve_checkpoint
 from megatron5d.checkpoint.save import SaveFailed, Saver
 from megatron5d.config.checks import run_checks
-from megatron5d.config.convert import to_dict
+from megatron5d.config.convert import default_of, to_dict
 from megatron5d.config.errors import ConfigError
 from megatron5d.config.schema import Config
+from megatron5d.model.flops import parameter_count
 from megatron5d.topology.owned_output import owned
 from megatron5d.train.state import Progress, run_record
 
@@ -84,3 +85,28 @@ def save_weights(
         # its advice is for a run, which has earlier checkpoints
         raise OSError(f"{out} is not written: {error.__cause__}") from error
     return resolve_checkpoint(out, "--out")
+
+
+def print_written(folder: Path, config: Config, source: str, progress: Progress | None) -> None:
+    """Prints what was read, what was written, and the command that trains it.
+
+    Args:
+        folder: the written checkpoint.
+        source: what was read, as a phrase.
+        progress: of a checkpoint with the optimizer's state, which a run continues.
+    """
+    dtype, size = config.precision.dtype, parameter_count(config.model)
+    print(f"read {source}: {config.model.name}, {size:,} parameters in {dtype}")
+    state = "weights alone: a run begins at step 0 with new optimizer state"
+    start = f"init.from_checkpoint={folder.parent}"
+    if progress is not None:
+        state = f"weights and optimizer state of step {progress.step}"
+        start = f"model.from_checkpoint={folder} checkpoint.resume={folder}"
+    print(f"wrote {folder}: {state}")
+    length = config.train.seq_len
+    if length != default_of("train.seq_len"):
+        start += f" train.seq_len={length}"
+    print(
+        f"next: bash launch/local.sh 8 {start} precision.dtype={dtype} 'data.train=[PREFIX]' "
+        "log.dir=runs/NAME"
+    )

@@ -248,6 +248,7 @@ def reshard(args: Namespace) -> None:
         else:
             _write(_start(source, config, record, final), args.workers)
     print(f"wrote {final} for {world} rank{'' if world == 1 else 's'}")
+    print(f"next: the run's command on {world} ranks with checkpoint.dir={final.parent}")
 
 
 def target_config(saved: Config, overrides: list[str]) -> Config:

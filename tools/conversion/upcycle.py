@@ -11,7 +11,11 @@ from megatron5d.checkpoint.layout import LazyTensor
 from megatron5d.checkpoint.load import WEIGHT_PREFIX, SavedWeights, resolve_checkpoint
 from megatron5d.config.derived import blocks, is_moe
 from megatron5d.config.schema import Config, ModelConfig
-from megatron5d.tools.conversion.new_checkpoint import save_weights, writes_checkpoint
+from megatron5d.tools.conversion.new_checkpoint import (
+    print_written,
+    save_weights,
+    writes_checkpoint,
+)
 from megatron5d.topology.init_weights import normal, stream_key
 from megatron5d.train.state import twin_key
 
@@ -38,7 +42,7 @@ def upcycle(args: Namespace) -> None:
     written = Config(model=sparse, precision=config.precision, data=config.data)
     folder = save_weights(args.out, dict(upcycling.tensors()), written)
     overrides = " ".join(f"model.{name}={getattr(sparse, name)}" for name in PRINTED)
-    print(f"wrote {folder}: {overrides}")
+    print_written(folder, written, f"a dense model, now with {overrides}", None)
 
 
 def upcycled(

@@ -219,7 +219,7 @@ def test_decay_weights_are_those_of_a_run_that_decays(tmp_path, capsys):
     for step in (1, 2, 3):
         save(steps, CONFIG, random_weights(CONFIG, step), progress=Progress(step))
     assert run(convert, f"average {steps} --last 3 --decay cosine --out {tmp_path}/mean") == 0
-    assert "the mean of 3 with weights 0.25, 0.5, 0.25" in capsys.readouterr().out
+    assert "3 models, their mean with weights 0.25, 0.5, 0.25" in capsys.readouterr().out
     one, two = (step_folder(steps, step) for step in (1, 2))
     for options, reason in {
         f"{two} {one} --decay cosine": "increasing steps (got [2, 1])",
