@@ -172,6 +172,15 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return None if step is None else step_folder(directory, step)
 
 
+def other_place(folder: Path) -> str:
+    """Advice to end the message about a folder without a checkpoint; empty where there is none."""
+    if (of_run := folder / "checkpoints").is_dir():
+        return f": {of_run}?"
+    if (folder / "config.json").is_file():
+        return "; a Hugging Face folder is read by from_hf, or convert.py from-hf"
+    return ""
+
+
 def checkpoint_before(folder: Path) -> Path | None:
     """The newest complete checkpoint in the same directory before this one; None where there is
     none."""

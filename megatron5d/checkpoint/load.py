@@ -26,6 +26,7 @@ from megatron5d.checkpoint.folder import (
     errors_of_newer,
     named_steps,
     newest_checkpoint,
+    other_place,
     read_manifest,
     read_run,
     step_folder,
@@ -157,11 +158,9 @@ def resolve_checkpoint(folder: str | Path, knob: str) -> Path:
     errors = errors_of_newer(Path(folder))
     error = errors[0] if errors else checkpoint_error(Path(folder))
     if error:
-        of_run = Path(folder, "checkpoints")
-        hint = f": {of_run}?" if of_run.is_dir() else ""
         raise ValueError(
             f"{knob} = {folder}: {error}; name the folder of a complete checkpoint, or of several"
-            f"{hint}"
+            f"{other_place(Path(folder))}"
         )
     return Path(folder)
 

@@ -67,12 +67,18 @@ def model_from_hf(folder: str) -> Mapping[str, Any]:
 
 def model_from_checkpoint(folder: str) -> Mapping[str, Any]:
     """Fields of ModelConfig from the run.json of a checkpoint, or the newest of a folder."""
-    from megatron5d.checkpoint.folder import RUN_FILE, newest_checkpoint, saved_config
+    from megatron5d.checkpoint.folder import (
+        RUN_FILE,
+        newest_checkpoint,
+        other_place,
+        saved_config,
+    )
 
     path = Path(folder)
     checkpoint = path if (path / RUN_FILE).is_file() else newest_checkpoint(path)
     if checkpoint is None:
-        raise ValueError("it is not a checkpoint, nor a folder with a complete one")
+        hint = other_place(path)
+        raise ValueError(f"it is not a checkpoint, nor a folder with a complete one{hint}")
     return to_dict(saved_config(checkpoint).model)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from yaml import YAMLError
 
-from megatron5d.config.convert import spelled
+from megatron5d.config.convert import leaves, spelled, value_of
 from megatron5d.config.errors import Fault
 from megatron5d.config.load import from_yaml
 from megatron5d.config.schema import Config
@@ -29,10 +29,11 @@ def log_folder_faults(config: Config, world: int) -> list[Fault]:
     place = _place_of_checkpoints(config)
     if previous == config or place is not None and place == _place_of_checkpoints(previous):
         return []
-    reason = (
-        f"log.dir={folder} holds another run: {file} has checkpoint.dir = "
-        f"{spelled(previous.checkpoint.dir)} (got {spelled(config.checkpoint.dir)})"
-    )
+    key = "checkpoint.dir"
+    if previous.checkpoint.dir == config.checkpoint.dir:
+        key = next(key for key in leaves() if value_of(config, key) != value_of(previous, key))
+    saved, got = (spelled(value_of(run, key)) for run in (previous, config))
+    reason = f"log.dir={folder} holds another run: {file} has {key} = {saved} (got {got})"
     fix = f"log.dir={_unused(folder)}"
     if previous.checkpoint.dir is not None:
         fix += f", or checkpoint.dir={previous.checkpoint.dir} to continue that run"

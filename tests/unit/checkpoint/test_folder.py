@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron5d.checkpoint.folder import (
 )
 from megatron5d.checkpoint.load import agree_on_checkpoint, find_checkpoint, resolve_checkpoint
 from megatron5d.checkpoint.save import Saver
+from megatron5d.planning.planned_config import model_from_checkpoint
 
 
 def save(directory, step, keep=0):
@@ -476,3 +478,14 @@ def test_what_is_no_tensor_and_cannot_be_written_is_told_like_one(tmp_path, monk
     ):
         Saver(tmp_path, keep=1).save(4, {}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("inside", "advice"), [("checkpoints/x", "run/checkpoints?"), ("config.json", "from_hf")]
+)
+def test_the_folder_that_was_meant_is_named(tmp_path, inside, advice):
+    (tmp_path / "run" / inside).parent.mkdir(parents=True)
+    (tmp_path / "run" / inside).touch()
+    for read in (model_from_checkpoint, lambda folder: resolve_checkpoint(folder, "PATH")):
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            read(str(tmp_path / "run"))

@@ -33,6 +33,8 @@ def test_another_run_is_refused(tmp_path, before, now, is_refused):
     assert bool(faults) == is_refused
     if faults:
         assert f"log.dir={tmp_path}/r-2" in faults[0].fix
+        has, got = faults[0].reason.split(" = ")[1].removesuffix(")").split(" (got ")
+        assert has != got, "the message names what differs"
 
 
 def test_a_moved_folder_is_still_that_of_the_run(tmp_path):
