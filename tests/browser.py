@@ -22,6 +22,9 @@ FLAGS = [
 ]
 
 
+TAB, SHIFT = "\ue004", "\ue008"  # of the WebDriver protocol
+
+
 class Browser:
     """A browser for the length of a `with` block.
 
@@ -84,6 +87,12 @@ class Browser:
     def run(self, script, *args):
         """Runs a script in the page and returns its value."""
         return self.call("/execute/sync", {"script": script, "args": list(args)})
+
+    def press(self, *keys):
+        """Presses keys together, as a hand does."""
+        down = [{"type": "keyDown", "value": key} for key in keys]
+        up = [{"type": "keyUp", "value": key} for key in reversed(keys)]
+        self.call("/actions", {"actions": [{"type": "key", "id": "keys", "actions": down + up}]})
 
     def log(self, kind):
         """Returns what the browser logged since it was last asked: `browser` or `performance`."""

@@ -65,7 +65,7 @@ def run_report(args: argparse.Namespace) -> None:
     from megatron5d.tools.report.report import ReportOptions, write_report
 
     overrides, runs = _overrides_and_runs(args)
-    options = ReportOptions(overrides, runs, args.world, args.device, args.against)
+    options = ReportOptions(overrides, runs, args.world, args.device, args.against, args.best)
     print(write_report(options, args.out, args.json))
     print(f"wrote {args.out}" + (f" and {args.json}" if args.json else ""))
 
@@ -152,6 +152,9 @@ def _add_report(commands: Any) -> None:
     )
     report.add_argument(
         "--against", metavar="OVERRIDES", help="a second layout: the first with these overrides"
+    )
+    report.add_argument(
+        "--best", action="store_true", help="also the fastest layout that fits, from a search"
     )
     _add_out(report, "report.html", short=True)
     report.add_argument("--json", type=Path, metavar="FILE", help="also write the page's numbers")

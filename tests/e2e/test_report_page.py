@@ -5,14 +5,14 @@ import re
 from collections import Counter
 
 import pytest
-from browser import Browser
+from browser import SHIFT, TAB, Browser
 
 from megatron5d.planning.clusters import cluster_called
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.planned_config import planned_config
 from megatron5d.planning.time.predict import Estimator
-from megatron5d.tools.report import collect
 from megatron5d.tools.report.collect import SWITCHES, grid_record
+from megatron5d.tools.report.layer import key_of
 from megatron5d.tools.report.report import ReportOptions, page_of, report_of
 from megatron5d.tools.report.runs import run_record
 from megatron5d.topology.grid import dense_grid, expert_grid, resolve
@@ -36,7 +36,6 @@ OVERRIDES = [
     *("train.gbs=16", "train.seq_len=64", "pipeline.schedule=zb_h1"),
 ]
 WORLD = 16
-KINDS = [kind for _, kind in collect.DIMENSIONS]
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +60,7 @@ def report():
         )
         for step in range(1, 31)
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        # The tests need no combinations of switches, which take seconds.
-        patch.setattr(collect, "MAX_VARIANTS_S", 0.0)
-        numbers = report_of(options)
-    return numbers | {"runs": [run_record("a run", log, saved=[20])]}
+    return report_of(options) | {"runs": [run_record("a run", log, saved=[20])]}
 
 
 @pytest.fixture(scope="module")
@@ -77,26 +72,6 @@ def browser(report, tmp_path_factory):
     with Browser(folder / "profile") as browser:
         browser.open(page)
         yield browser
-
-
-@pytest.mark.parametrize(
-    "overrides, error",
-    [
-        ([], "MFU ± 6% of it"),
-        (["model=tiny_moe"], "MFU (no such run was measured)"),
-        (["parallel.cp=2"], "MFU (no such run was measured)"),
-        (["optim.name=muon"], "MFU (no such run was measured)"),
-    ],
-)
-def test_error_of_predicted_times_is_shown_only_for_runs_like_the_measured_ones(overrides, error):
-    numbers = {
-        "needed_bytes": 2**30,
-        "mfu": 0.25,
-        "step_time_s": 1.0,
-        "seconds": dict.fromkeys(KINDS, 0.0),
-    }
-    sentence = collect._sentence(planned_config(overrides, 2), numbers, [], None)
-    assert f"25% {error}" in sentence
 
 
 def test_numbers_are_those_of_the_planner(report):
@@ -112,10 +87,7 @@ def test_numbers_are_those_of_the_planner(report):
     ranks = Forecaster(config, WORLD, Target("sm_90", config.moe.planned_imbalance)).ranks()
     assert numbers["memory"] == [ranks[rank].kinds() for rank in sorted(ranks)]
     timeline = layout["pipeline"][0]
-    assert (
-        timeline["makespan"] == cost.simulation.makespan
-        and timeline["bubble"] == cost.simulation.bubble
-    )
+    assert timeline["makespan"] == cost.simulation.makespan
     slots = [len(line) for line in cost.program.ranks]
     assert [len(line) for line in timeline["slots"]] == slots
 
@@ -123,8 +95,7 @@ def test_numbers_are_those_of_the_planner(report):
 def test_world_and_events_are_read_from_the_log(report):
     (run,) = report["runs"]
     assert run["world"] == 16 and run["events"] == [{"step": 20, "what": "checkpoint saved"}]
-    components = {"comm tp exposed": 0.04, "zero exposed": 0.01, "pipeline bubble": 0.125}
-    assert dict(run["breakdown"]) == {"everything else": 0.325, **components}
+    assert run["exposed_s"] == {"tp": 0.04, "pp": 0.125, "dp": 0.01}
 
 
 def test_memory_over_a_step_peaks_at_the_forecast_and_follows_the_rank(browser, report):
@@ -158,35 +129,93 @@ def test_measured_bytes_and_waits_are_shown_next_to_the_forecast(browser, report
         f"return {lines}.map((row) => [...row.children].map((each) => each.textContent))"
     )
     (sent,) = [row for row in rows if row[0] == "tp" and row[-1] == "123 MB"]
-    (waited,) = [row for row in rows if row[0] == "tp" and row[-1] == "40.0 ms"]
+    (waited,) = [row for row in rows if row[0] == "tp exposed tp" and row[-1] == "40.0 ms"]
     predicted = numbers["sent_bytes"][0]["tp"], numbers["seconds"]["tp"]
     assert [sent[1], waited[1]] == [
         browser.run("return bytes(arguments[0])", predicted[0]),
         browser.run("return seconds(arguments[0])", predicted[1]),
     ]
-    assert ["pp", "125 ms"] in [[row[0], row[-1]] for row in rows] and ["dp", "10.0 ms"] in [
-        [row[0], row[-1]] for row in rows
-    ]
+    ends = [[row[0], row[-1]] for row in rows]
+    assert ["pp bubble", "125 ms"] in ends and ["dp exposed dp and ZeRO", "10.0 ms"] in ends
+    drawn = browser.run(
+        "return [...document.querySelectorAll('#step svg title')].map((each) => each.textContent)"
+    )
+    assert "exposed tp, measured: 40.0 ms" in drawn
+    assert f"exposed tp, predicted: {waited[1]}" in drawn
 
 
-def test_every_switch_changes_the_layer(browser, report):
+def test_every_set_of_switches_is_shown_by_keyboard_alone(browser, report):
+    """In the order of a Gray code: each set follows from the last by one key on one switch."""
     layout = report["layouts"][0]
-    assert layout["switches"] == list(SWITCHES)
-    press = "document.querySelector(`[data-switch=${arguments[0]}]`).click()"
-    shown = "return document.querySelector('#layer p:not(.lead)').textContent"
-    before = browser.run(shown)
-    for name in layout["switches"]:
-        browser.run(press, name)
-        assert browser.run("return state.off") == [name]
-        text, variant = browser.run(shown), layout["variants"][name]
-        if "refused" in variant:
-            assert variant["refused"] in text
+    switches, base = layout["switches"], layout["variants"][""]
+    assert switches == list(SWITCHES)
+    off, seen = set(), set()
+    for number in range(1, 2 ** len(switches)):
+        flipped = switches[(number & -number).bit_length() - 1]
+        if flipped == "sp" and "tp" in off:
+            assert browser.run("return document.querySelector('[data-switch=sp]').disabled")
         else:
-            ratio = variant["needed_bytes"] / layout["variants"][""]["needed_bytes"]
-            assert f"memory × {ratio:.2f}" in text
-            assert re.search(r"Without \w+", text)
-        browser.run(press, name)
-    assert browser.run(shown) == before
+            _focus_switch(browser, flipped)
+            browser.press(" ")
+            assert browser.run("return document.activeElement.dataset.switch") == flipped
+        off ^= {flipped}
+        key = key_of([name for name in switches if name in off])
+        if flipped == "sp" and "tp" in off:
+            browser.run("change({off: arguments[0]})", [name for name in switches if name in off])
+        variant, page = layout["variants"][key], browser.run(STATE)
+        assert page["sentence"] == variant["sentence"]
+        assert not re.search(r"NaN|undefined|Infinity|not computed", page["text"])
+        assert page["pressed"] == [name not in variant["off"] for name in switches]
+        if "refused" in variant:
+            assert variant["refused"] in page["layer"] and "not valid" in page["facts"]
+        else:
+            assert (
+                f"memory × {variant['needed_bytes'] / base['needed_bytes']:.2f}"[:10]
+                in (page["layer"])
+            )
+            sizes = variant["microbatch"]["sizes"]
+            dims = [f"{name} {sizes[name]}" for name in ("dp", "tp", "cp", "pp", "ep")]
+            assert all((dim in page["facts"]) == (not dim.endswith(" 1")) for dim in dims)
+            assert f"ZeRO {sizes['zero']}" in page["facts"]
+            assert ("bubble, mean of" in page["pipeline"]) == (sizes["pp"] > 1)
+        seen.add(key)
+    assert seen == set(layout["variants"]) - {""}
+    browser.run("change({off: []})")
+
+
+STATE = """
+    const text = (id) => document.getElementById(id).textContent;
+    return {
+      sentence: text('sentence'), facts: text('facts'), text: text('panes'), layer: text('layer'),
+      pipeline: text('pipeline'), pressed: [...document.querySelectorAll('[data-switch]')].map(
+        (node) => node.getAttribute('aria-pressed') === 'true')
+    };"""
+
+
+def _focus_switch(browser, name):
+    """Reaches a switch with the Tab key, forward or backward."""
+    order = list(SWITCHES)
+    for _ in range(20):
+        current = browser.run("return document.activeElement.dataset.switch ?? null")
+        if current == name:
+            return
+        backward = current is not None and order.index(current) > order.index(name)
+        browser.press(*((SHIFT,) if backward else ()), TAB)
+    raise AssertionError(f"Tab does not reach the switch {name}")
+
+
+@pytest.mark.parametrize("selector", ["#memory g", "#pipeline button", "#grid [role=application]"])
+def test_controls_keep_the_focus(browser, selector):
+    controls = browser.run("return document.querySelectorAll(arguments[0]).length", selector)
+    for place in range(controls):
+        focus = "document.querySelectorAll(arguments[0])[arguments[1]].focus();"
+        browser.run(focus, selector, place)
+        browser.press(" ")
+        place_now = "[...document.querySelectorAll(arguments[0])].indexOf(document.activeElement)"
+        if not browser.run("return document.querySelector('#source').open"):
+            assert browser.run(f"return {place_now}", selector) == place
+        browser.run("document.querySelector('#source').close()")
+    browser.run("change({rank: 0})")
 
 
 def test_messages_of_the_picture_add_up_to_the_bytes_of_the_planner(browser, report):
@@ -307,7 +336,8 @@ def test_groups_on_the_grid_are_those_of_the_mesh(browser, order):
     dense = dense_grid(sizes)
     expert = expert_grid(sizes, dense)
     browser.run(
-        "layout().grid = arguments[0]", {"dense": grid_record(dense), "expert": grid_record(expert)}
+        "asIs().microbatch.grid = arguments[0]",
+        {"dense": grid_record(dense), "expert": grid_record(expert)},
     )
     for rank in range(WORLD):
         groups = browser.run("change({rank: arguments[0]}); return groups()", rank)
@@ -372,11 +402,27 @@ def test_figures_open_their_formula(browser):
     browser.run("document.querySelector('#source').close()")
 
 
+CLIPPED = """
+    const own = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    return [...document.querySelectorAll('body *')].filter(own).flatMap((node) => {
+      const box = node.getBoundingClientRect(), svg = node.closest('svg')?.getBoundingClientRect();
+      const size = parseFloat(getComputedStyle(node).fontSize);
+      if (!box.width || node.closest('script, style, title, select, #five')) return [];
+      const outside = box.left < -0.5 || box.right > innerWidth + 0.5
+        || (svg && (box.left < svg.left - 0.5 || box.right > svg.right + 0.5));
+      return outside || size < 11 ? [`${node.textContent.slice(0, 40)} ${box.left} ${box.right} ${size}`] : [];
+    });"""
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_overflows(browser, width):
+    """Texts lie inside the window and their drawing, at 11 pixels or more."""
     browser.resize(width)
-    wide = browser.run("return document.documentElement.scrollWidth")
-    assert wide <= width
+    for off in [[], ["zero"], ["tp"], ["pp"], ["ep", "cp"]]:
+        browser.run("change({off: arguments[0]})", off)
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.run(CLIPPED) == []
+    browser.run("change({off: []})")
 
 
 def test_no_error_and_no_request(browser):

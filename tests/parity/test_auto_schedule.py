@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from layouts import assert_parity
 from pipeline_configs import tiny_config
 from ranks import run_ranks
@@ -140,7 +141,7 @@ def test_every_rank_runs_the_program_of_rank_0(tmp_path, monkeypatch):
     def on_rank(rank, world):
         if rank > 0:
             monkeypatch.setattr(auto_schedule, "search_programs", None)
-        layout = agreed_layout(config, Process(rank, world, rank, "cpu"))
+        layout = agreed_layout(config, Process(rank, world, rank, torch.device("cpu")))
         return layout.program_of(5), layout.layers, layout.note
 
     (program, layers, note), *other_ranks = run_ranks(on_rank, 2)

@@ -7,7 +7,6 @@ planner, the schedule simulator, and a layer that runs on the meta device.
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -15,21 +14,26 @@ from itertools import combinations
 from math import ceil
 from typing import Any
 
+from tqdm import tqdm
+
 from megatron5d.config.checks import run_checks
 from megatron5d.config.convert import Change, changed
 from megatron5d.config.schema import Config
-from megatron5d.planning.clusters import GIB, Cluster
+from megatron5d.planning.clusters import Cluster
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.peak import Moment
-from megatron5d.planning.memory.rank_memory import RankMemory, gigabytes
+from megatron5d.planning.memory.rank_memory import RankMemory
 from megatron5d.planning.schedule_search.auto_schedule import pipeline_faults, quick_layout
-from megatron5d.planning.time.predict import Estimator, bytes_on
-from megatron5d.tools.report.layer import layer_record, name_cuts
+from megatron5d.planning.time.predict import bytes_on, check_predictable
+from megatron5d.tools.report.headline import KIND_NAMES, headline, toggles
+from megatron5d.tools.report.layer import key_of, layer_record, name_cuts
 from megatron5d.tools.report.microbatch import microbatch_record
 from megatron5d.tools.report.timeline import (
+    StepSimulator,
     estimator_on,
     memory_over_time,
     pipeline_record,
+    timeline_record,
     workloads_of,
 )
 from megatron5d.topology.grid import Grid, dense_grid, expert_grid
@@ -49,17 +53,7 @@ SWITCHES: dict[str, Change] = {
     "ep": {"parallel.ep": 1, "parallel.etp": None},
 }
 """Dimension -> the change that switches it off; its ranks then join data parallelism."""
-DIMENSIONS = (
-    ("the pipeline", "bubble"),
-    ("tensor parallelism", "tp"),
-    ("expert parallelism", "ep"),
-    ("context parallelism", "cp"),
-    ("data parallelism", "dp"),
-)
-"""Name of each parallel dimension, and the kind of step time that it costs."""
-MAX_VARIANTS_S = 12.0  # time limit for computing combinations of switches
-# Median error of predicted step times on 71 published runs not used for fitting (docs/planning.md).
-MEDIAN_ERROR = 0.06
+MAX_VARIANT_SLOTS = 12_000  # of the timelines of all variants of a layout
 
 
 @dataclass(frozen=True)
@@ -83,20 +77,21 @@ def layout_record(layout: ReportLayout) -> dict[str, Any]:
     config, world, cluster = layout.config, layout.world, layout.cluster
     switches = _active_dimensions(config)
     variants, zero_stages, timelines, over_time = _forecasts(layout, switches)
-    numbers = variants[""]
-    if "sent_bytes" not in numbers:  # the estimator, which counts them, did not run
-        sent_by_rank = bytes_on(config, world, quick_layout(config, world))
-        numbers["sent_bytes"] = [dict(sent) for sent in sent_by_rank]
     name_cuts(variants, switches)
     units: list[dict[str, Any]] = []  # of all variants, most of which share them
     for microbatch in (record["microbatch"] for record in variants.values() if "layer" in record):
         units += [unit for unit in microbatch["units"] if unit not in units]
         microbatch["units"] = list(map(units.index, microbatch["units"]))
+    for record in variants.values():
+        if timelines and record.get("pipeline") and _same_step(record["pipeline"], timelines[0]):
+            record["pipeline"] = 0
+    _write_headlines(layout, variants, switches, zero_stages, timelines)
     return {
         "name": layout.name,
-        "sentence": _sentence(config, numbers, timelines, cluster),
+        "sentence": variants[""]["sentence"],
         "world": world,
         "device": _device(cluster),
+        "free_messages": not StepSimulator(world, cluster).knows_messages(config),
         "model": _model(config),
         "switches": list(switches),
         "variants": variants,
@@ -108,26 +103,60 @@ def layout_record(layout: ReportLayout) -> dict[str, Any]:
     }
 
 
+def _same_step(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    names = ("name", "num_microbatches", "step_time", "bubble_by_cause")
+    return all(first[name] == second[name] for name in names)
+
+
+def _write_headlines(
+    layout: ReportLayout,
+    variants: dict[str, dict[str, Any]],
+    switches: Sequence[str],
+    zero_stages: Sequence[dict[str, Any]],
+    timelines: Sequence[dict[str, Any]],
+) -> None:
+    """Adds `sentence` to each variant; only the layout itself may change its ZeRO stage."""
+    capacity = layout.cluster.memory_bytes if layout.cluster else None
+    for key, record in variants.items():
+        changes = dict(toggles(variants, switches, key.split()))
+        if not key:
+            own = layout.config.parallel.zero
+            changes |= {
+                f"set parallel.zero={stage}": zero_stages[stage]
+                for stage in range(1, 4)
+                if stage != own
+            }
+        numbers = record
+        if record.get("pipeline") == 0:
+            numbers = record | {"pipeline": timelines[0]}
+        record["sentence"] = headline(layout.config, numbers, changes, capacity)
+
+
 def _forecasts(
     layout: ReportLayout, switches: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
     """Runs the forecasts in two processes: variants, ZeRO stages, timelines, memory over time."""
-    until = time.monotonic() + MAX_VARIANTS_S
     # Of the ZeRO stages, the layout's own and (by switching ZeRO off) stage 0 are variants.
     variant_of_stage = {0: "zero"} if "zero" in switches else {}
     variant_of_stage |= {layout.config.parallel.zero: ""}
-    # On Ctrl-C the workers end without a traceback; the parent reports the interrupt.
-    default_interrupt = (signal.SIGINT, signal.SIG_DFL)
-    with ProcessPoolExecutor(2, initializer=signal.signal, initargs=default_interrupt) as pool:
-        base = pool.submit(_base_record, layout)
+    # Variants that cut the tensors alike share traces: one process gets them all.
+    divides = next((name for name in ("tp", "cp", "ep") if name in switches), None)
+    with _worker() as first, _worker() as second:
+        base = first.submit(_base_record, layout)
+        pending: dict[str, Future[dict[str, Any]]] = {
+            key_of(off): (second if divides in off else first).submit(variant, layout, off)
+            for off in _combinations(switches)
+        }
         stages: dict[int, Future[dict[str, Any]]] = {
-            stage: pool.submit(zero_stage, layout, stage)
+            stage: first.submit(zero_stage, layout, stage)
             for stage in range(4)
             if stage not in variant_of_stage
         }
-        timelines = pool.submit(pipeline_record, layout.config, layout.world, layout.cluster)
-        variants = _variants(pool, layout, switches, until)
-        variants[""], over_time = base.result()
+        timelines = first.submit(_timelines, layout)
+        bar = tqdm(pending.items(), desc="combinations of dimensions", leave=False, disable=None)
+        variants = {key: future.result() for key, future in bar}
+        numbers, over_time = base.result()
+    variants = {"": numbers} | variants
     zero_stages = [
         stages[stage].result()
         if stage in stages
@@ -135,6 +164,27 @@ def _forecasts(
         for stage in range(4)
     ]
     return variants, zero_stages, timelines.result(), over_time
+
+
+def _worker() -> ProcessPoolExecutor:
+    # On Ctrl-C the workers end without a traceback; the parent reports the interrupt.
+    return ProcessPoolExecutor(
+        1, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL)
+    )
+
+
+def _combinations(switches: Sequence[str]) -> list[tuple[str, ...]]:
+    """All sets of dimensions that can be off but the empty one; tp takes sp along."""
+    return [
+        off
+        for count in range(1, len(switches) + 1)
+        for off in combinations(switches, count)
+        if not {"tp", "sp"} <= {*off}
+    ]
+
+
+def _timelines(layout: ReportLayout) -> list[dict[str, Any]]:
+    return pipeline_record(StepSimulator(layout.world, layout.cluster), layout.config)
 
 
 def _sizes_and_grids(config: Config, world: int) -> dict[str, Any]:
@@ -166,40 +216,9 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
         for kind, value in b["seconds"].items():
             change = (value - a["seconds"].get(kind, 0.0)) / a["step_time_s"]
             if abs(change) > 0.02:
-                sentences.append(f"{kind}: {change:+.0%} of the first layout's step")
+                name = KIND_NAMES.get(kind, kind)
+                sentences.append(f"{name}: {change:+.0%} of the first layout's step")
     return sentences
-
-
-def _sentence(
-    config: Config,
-    numbers: dict[str, Any],
-    timelines: list[dict[str, Any]],
-    cluster: Cluster | None,
-) -> str:
-    """Summary of a layout: whether it fits, its MFU, and the dimension that costs most time."""
-    clauses = [f"Needs {gigabytes(numbers['needed_bytes'])} per rank"]
-    if cluster is not None:
-        spare = (cluster.memory_bytes - numbers["needed_bytes"]) / GIB
-        clauses = [
-            f"Fits with {spare:.1f} GiB to spare"
-            if spare >= 0
-            else f"Does not fit: {-spare:.1f} GiB too much"
-        ]
-    if "mfu" in numbers:
-        is_measured = not (
-            config.model.num_experts
-            or config.parallel.cp > 1
-            or config.precision.fp8 != "none"
-            or config.optim.name != "adamw"
-        )
-        error = f"± {MEDIAN_ERROR:.0%} of it" if is_measured else "(no such run was measured)"
-        clauses.append(f"{numbers['mfu']:.0%} MFU {error}")
-        name, kind = max(DIMENSIONS, key=lambda item: numbers["seconds"][item[1]])
-        share = numbers["seconds"][kind] / numbers["step_time_s"]
-        clauses.append(f"{name} costs {share:.0%}" if share >= 0.005 else "no dimension costs time")
-    elif timelines and "bubble" in timelines[0]:
-        clauses.append(f"the pipeline's bubble is {timelines[0]['bubble']:.0%}")
-    return "; ".join(clauses) + "."
 
 
 def _active_dimensions(config: Config) -> tuple[str, ...]:
@@ -215,39 +234,12 @@ def _active_dimensions(config: Config) -> tuple[str, ...]:
     return tuple(name for name, active in is_active.items() if active)
 
 
-def _variants(
-    pool: ProcessPoolExecutor, layout: ReportLayout, switches: Sequence[str], until: float
-) -> dict[str, dict[str, Any]]:
-    """Numbers of the layout without each dimension, all of them and, if time permits, some.
-
-    Args:
-        pool: of processes that compute them.
-        layout: to change; its own entry is empty.
-        switches: dimensions that it uses.
-        until: time (`time.monotonic`) after which no further combination is started.
-
-    Returns:
-        The dimensions that are off, separated by blanks -> numbers.
-    """
-    combined = [
-        off for count in range(1, len(switches) + 1) for off in combinations(switches, count)
-    ]
-    required = [off for off in combined if len(off) in (1, len(switches))]
-    optional = [off for off in combined if off not in required]
-    records: dict[tuple[str, ...], dict[str, Any]] = {(): {}}
-    records |= zip(required, pool.map(variant, [layout] * len(required), required))
-    # Two at a time, one per process, to stop soon after the limit.
-    while optional and time.monotonic() < until:
-        batch, optional = optional[:2], optional[2:]
-        records |= zip(batch, pool.map(variant, [layout] * len(batch), batch))
-    return {" ".join(off): record for off, record in records.items()}
-
-
 def _base_record(layout: ReportLayout) -> tuple[dict[str, Any], dict[str, Any]]:
     """Numbers of the unchanged layout, and its memory over time, from one forecast."""
     moments: list[list[Moment]] = []
     ranks = Forecaster(layout.config, layout.world, layout.target, moments=moments).ranks()
-    over_time = memory_over_time(layout.config, layout.world, layout.cluster, ranks, moments)
+    simulator = StepSimulator(layout.world, layout.cluster)
+    over_time = memory_over_time(simulator, layout.config, ranks, moments)
     return {"off": []} | _numbers(layout.config, layout, ranks), over_time
 
 
@@ -258,9 +250,8 @@ def zero_stage(layout: ReportLayout, stage: int) -> dict[str, Any]:
 
 
 def _without_layer(record: dict[str, Any], stage: int) -> dict[str, Any]:
-    return {"stage": stage} | {
-        key: value for key, value in record.items() if key not in ("layer", "microbatch", "off")
-    }
+    left_out = ("layer", "microbatch", "off", "pipeline")
+    return {"stage": stage} | {key: record[key] for key in record if key not in left_out}
 
 
 def variant(layout: ReportLayout, off: Sequence[str]) -> dict[str, Any]:
@@ -268,7 +259,8 @@ def variant(layout: ReportLayout, off: Sequence[str]) -> dict[str, Any]:
     config = layout.config
     for name in off:
         config = changed(config, SWITCHES[name])
-    return {"off": list(off)} | _checked_numbers(config, layout)
+    implied = ["sp"] if "tp" in off and "sp" not in off and layout.config.parallel.sp else []
+    return {"off": [*off, *implied]} | _checked_numbers(config, layout)
 
 
 def _checked_numbers(config: Config, layout: ReportLayout) -> dict[str, Any]:
@@ -295,30 +287,43 @@ def _numbers(
     config: Config, layout: ReportLayout, ranks: Mapping[int, RankMemory]
 ) -> dict[str, Any]:
     worst = max(ranks, key=lambda rank: ranks[rank].needed)
-    estimator = estimator_on(layout.cluster) if layout.cluster else None
-    workloads = estimator.workloads if estimator else workloads_of(layout.target)
-    step = {"unknown_time": "step time is not predicted for CPUs"}
-    if estimator:
-        step = _step(estimator, config, layout.world)
+    workloads, balanced = workloads_of(layout.target), workloads_of(Target())
+    if layout.cluster:
+        workloads = balanced = estimator_on(layout.cluster).workloads
     return {
         "needed_bytes": ranks[worst].needed,
         "worst_rank": worst,
         "moment": ranks[worst].moment,
         "memory": [ranks[rank].kinds() for rank in sorted(ranks)],
-        **step,
+        "gbs": config.train.gbs,
+        **_step(config, layout),
         "layer": layer_record(config, workloads),
-        "microbatch": microbatch_record(
-            config, layout.world, estimator.workloads if estimator else workloads_of(Target())
-        )
+        "microbatch": microbatch_record(config, layout.world, balanced)
         | _sizes_and_grids(config, layout.world),
     }
 
 
-def _step(estimator: Estimator, config: Config, world: int) -> dict[str, Any]:
-    try:
-        return estimator.step(config, world).record()
-    except ValueError as error:
-        return {"unknown_time": str(error)}
+def _step(config: Config, layout: ReportLayout) -> dict[str, Any]:
+    """Time of a step, bytes sent, and the timeline, with slots if the page has room for them."""
+    simulator, world = StepSimulator(layout.world, layout.cluster), layout.world
+    record: dict[str, Any] = {"unknown_time": "step time is not predicted for CPUs"}
+    if layout.cluster:
+        try:
+            check_predictable(config)
+        except ValueError as error:
+            record = {"unknown_time": str(error)}
+    if config.parallel.pp > 1 or simulator.predicts(config):
+        step = simulator.step(config)
+        if step.cost:
+            record = step.cost.record()
+        if config.parallel.pp > 1:
+            num_variants = 2 ** len(_active_dimensions(layout.config))
+            max_slots = MAX_VARIANT_SLOTS // num_variants
+            record["pipeline"] = timeline_record(config.pipeline.schedule, step, max_slots)
+    if "sent_bytes" not in record:
+        sent_by_rank = bytes_on(config, world, quick_layout(config, world), workloads_of(Target()))
+        record["sent_bytes"] = [dict(sent) for sent in sent_by_rank]
+    return record
 
 
 def grid_record(grid: Grid) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megatron5d.tools.plots.dimensions import draw_block, draw_grid, draw_memory
 from megatron5d.tools.plots.motion import draw_ring, follow_microbatch
 from megatron5d.tools.plots.schedule import draw_svg
 from megatron5d.tools.report.collect import ReportLayout, variant, zero_stage
-from megatron5d.tools.report.layer import name_cuts
+from megatron5d.tools.report.layer import key_of, name_cuts
 from megatron5d.tools.report.microbatch import sequence_pieces
 from megatron5d.topology.grid import resolve
 
@@ -101,10 +101,10 @@ def layout_of(example: Example) -> ReportLayout:
 def with_and_without(example: Example) -> tuple[dict[str, Any], dict[str, Any]]:
     """Numbers of an example with its dimension and without it."""
     layout, off = layout_of(example), example.switches
-    combinations = {(), off, off[:1], off[1:]}
-    variants = {" ".join(names): variant(layout, names) for names in combinations}
+    combinations = {key_of(names): names for names in ((), off, off[:1], off[1:])}
+    variants = {key: variant(layout, names) for key, names in combinations.items()}
     name_cuts(variants, off)
-    return variants[""], variants[" ".join(off)]
+    return variants[""], variants[key_of(off)]
 
 
 def master_table() -> str:

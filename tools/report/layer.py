@@ -107,6 +107,11 @@ def _tensors_of(phase: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list
     ]
 
 
+def key_of(off: Sequence[str]) -> str:
+    """Name of a variant: the dimensions that are off. Without tp there is no sp to mention."""
+    return " ".join(name for name in off if name != "sp" or "tp" not in off)
+
+
 def name_cuts(variants: dict[str, dict[str, Any]], switches: Sequence[str]) -> None:
     """Adds `whole`, the global shape, and `cut`, the dimensions that cut it, to each tensor.
 
@@ -117,7 +122,7 @@ def name_cuts(variants: dict[str, dict[str, Any]], switches: Sequence[str]) -> N
         variants: of a layout, with their layers; the entries are changed in place.
         switches: dimensions that the layout uses.
     """
-    undivided = variants[" ".join(switches)].get("layer")
+    undivided = variants[key_of(switches)].get("layer")
     layers_without = {name: layer for name in switches if (layer := variants[name].get("layer"))}
     for record in variants.values():
         for phase_index, phase in enumerate(record.get("layer", [])):

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron5d.config.convert import from_dict
+from megatron5d.config.convert import changed, from_dict
 from megatron5d.config.schema import Config
 from megatron5d.planning.clusters import Cluster, cluster_called
 from megatron5d.planning.planned_config import planned_config
@@ -29,6 +29,7 @@ class ReportOptions:
     # of plan.py, or cpu; None = h100, or cpu for a run whose log has no MFU
     device: str | None = None
     against: str | None = None  # overrides of a second layout, in one string
+    best: bool = False  # also the fastest layout that the search finds for this model
 
 
 def write_report(options: ReportOptions, out: Path, json_file: Path | None = None) -> str:
@@ -62,8 +63,13 @@ def report_of(options: ReportOptions) -> dict[str, Any]:
     if options.against:
         overrides = [*options.overrides, *shlex.split(options.against)]
         configs[options.against] = _config(options, overrides, world)
+    if options.best and cluster is None:
+        raise ValueError("--best requires a device whose times are predicted (got cpu)")
     # Imported after the checks: it takes seconds, and an error should come at once.
     from megatron5d.tools.report.collect import ReportLayout, differences, layout_record
+
+    if options.best and cluster is not None:
+        configs["best of the search"] = _best_layout(config, world, cluster)
 
     layouts = [
         layout_record(ReportLayout(name, config, world, cluster))
@@ -72,7 +78,7 @@ def report_of(options: ReportOptions) -> dict[str, Any]:
     return {
         "title": f"megatron5d: {layouts[0]['name']}",
         "layouts": layouts,
-        "differences": differences(*layouts) if len(layouts) == 2 else [],
+        "differences": [text for other in layouts[1:] for text in differences(layouts[0], other)],
         "runs": runs,
         "charts": list(CHARTS),
         "sources": SOURCES,
@@ -100,6 +106,20 @@ def _config(options: ReportOptions, overrides: Sequence[str], world: int) -> Con
             fix = "pass the layout of the run as overrides"
         raise ValueError(f"{file} is missing: {fix}")
     return from_dict(yaml.safe_load(file.read_text()))
+
+
+def _best_layout(config: Config, world: int, cluster: Cluster) -> Config:
+    """The fastest layout of a model that fits; every key that the search knows is free.
+
+    Raises:
+        ValueError: no layout fits, or times cannot be predicted.
+    """
+    from megatron5d.planning.layout_search import LayoutSearch
+
+    search, capacity = LayoutSearch(config, world, cluster), cluster.memory_bytes
+    for candidate in search.best(search.candidates(capacity), capacity, 1):
+        return changed(config, candidate.change)
+    raise ValueError(f"--best: no layout of {config.model.name or 'the model'} fits {cluster.name}")
 
 
 def _cluster(device: str | None, runs: Sequence[dict[str, Any]]) -> Cluster | None:

@@ -18,9 +18,9 @@ CHARTS = (
     ("valid_loss", "validation loss"),
     ("lr", "learning rate"),
     ("grad_norm", "gradient norm"),
-    ("tokens_per_s_per_gpu", "tokens/s a GPU"),
+    ("tokens_per_s_per_gpu", "tokens/s per GPU"),
     ("mfu", "MFU"),
-    ("memory_gb", "memory, GB"),
+    ("memory_gb", "memory, GiB"),
     ("step_time_s", "step time, s"),
     ("bubble", "pipeline bubble"),
     ("expert_load", "load of the busiest expert, of an even share"),
@@ -58,7 +58,6 @@ def run_record(name: str, lines: Iterable[str], saved: Iterable[int] = ()) -> di
         "fields": {field: points for field, points in fields.items() if points},
         "events": _events(steps, saved),
         "step_time_s": _median(steps, "step_time_s"),
-        "breakdown": _breakdown(steps),
         "sent_bytes": _by_axis(steps, "_bytes"),
         "exposed_s": _exposed(steps),
         "world": _world(steps),
@@ -151,20 +150,6 @@ def _events(steps: list[dict[str, Any]], saved: Iterable[int]) -> list[dict[str,
         if record.get("update_skipped"):
             events.append({"step": record["step"], "what": "update skipped"})
     return sorted(events, key=lambda event: event["step"])
-
-
-def _breakdown(steps: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Median seconds of each component of the step time that the log records, and the remainder."""
-    total = _median(steps, "step_time_s")
-    components = [
-        (key.removesuffix("_s").replace("_", " "), _median(steps, key))
-        for key in sorted(steps[-1])
-        if key.endswith("_exposed_s")
-    ]
-    if "bubble" in steps[-1]:
-        components.append(("pipeline bubble", _median(steps, "bubble") * total))
-    remainder = max(0.0, total - sum(value for _, value in components))
-    return [("everything else", remainder), *components]
 
 
 def _by_axis(steps: list[dict[str, Any]], suffix: str) -> dict[str, float]:

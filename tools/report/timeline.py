@@ -1,9 +1,13 @@
-"""Simulated steps of a pipeline, slot by slot, under the schedule of the run and all named ones."""
+"""Simulated steps of a pipeline, slot by slot, under the schedule of the run and all named ones.
+
+The bubble is the time in which pipeline ranks run no pass, as a share of the step: the mean over
+the ranks, which is the idle area of the picture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -21,8 +25,9 @@ from megatron5d.planning.memory.forecast import Target
 from megatron5d.planning.memory.peak import Moment
 from megatron5d.planning.memory.rank_memory import Peak, RankMemory
 from megatron5d.planning.schedule_search.auto_schedule import quick_layout
-from megatron5d.planning.schedule_search.stage_costs import run_costs
+from megatron5d.planning.schedule_search.stage_costs import costs_are_known, run_costs
 from megatron5d.planning.time.predict import Estimator
+from megatron5d.planning.time.step_time import StepCost
 from megatron5d.planning.time.workload import Workloads
 from megatron5d.train.pipeline_layout import micro_batch_counts
 
@@ -43,57 +48,101 @@ TEMPORARY = ("activations", "stash", "messages", "units", "workspace")
 TICKS = 100_000  # per makespan, so that times of slots are integers
 
 
-def pipeline_record(config: Config, world: int, cluster: Cluster | None) -> list[dict[str, Any]]:
+def pipeline_record(simulator: StepSimulator, config: Config) -> list[dict[str, Any]]:
     """Timelines of the run's schedule and of every named schedule that its layout allows.
 
     Args:
+        simulator: of the run's ranks.
         config: of the run.
-        world: number of ranks.
-        cluster: device and network. If no time is predicted (None, fp32), the forward of a stage
-            takes one unit.
 
     Returns:
-        One entry per schedule, the run's own first: `name`, `bubble` and `makespan` of the
-        pipeline, `idle` by rank, `num_microbatches`, and, up to MAX_SLOTS in all, `slots`
-        (`slots_of`) and `held_bytes` by rank.
+        `timeline_record` of each schedule, the run's own first, with slots up to MAX_SLOTS in all.
     """
     if config.parallel.pp == 1:
         return []
-    simulator = StepSimulator(config, world, cluster)
     records: list[dict[str, Any]] = []
     slots_left = MAX_SLOTS
     for name in dict.fromkeys([config.pipeline.schedule, *schedule_names()]):
         other = replace(config, pipeline=replace(config.pipeline, schedule=name))
-        if records and run_checks(other, world, files=False):
+        if records and run_checks(other, simulator.world, files=False):
             continue
         try:
-            program, costs, simulation = simulator.step(other)
+            step = simulator.step(other)
         except ValueError:  # the schedule does not allow the layout
             continue
-        records.append(_record(name, program, simulation, simulator.in_seconds))
-        count = len(program.table.slot_start) - 1
-        if count <= slots_left:
-            slots_left -= count
-            activations = activations_by_slot(program, costs).astype(int)
-            edges = program.table.rank_start.tolist()
-            records[-1] |= {
-                "slots": slots_of(program, simulation),
-                "held_bytes": [activations[a:b].tolist() for a, b in pairwise(edges)],
-            }
+        records.append(timeline_record(name, step, slots_left))
+        slots_left -= sum(map(len, records[-1].get("slots", [])))
     return records
 
 
+def timeline_record(name: str, step: SimulatedStep, max_slots: int) -> dict[str, Any]:
+    """A step of one schedule.
+
+    Returns:
+        `makespan` and `step_time` (with the update, where times are predicted); `bubble`, its share
+        of the step, and `bubble_by_cause`; `idle` by rank; `busiest`, the rank whose seconds the
+        planner lists; and, unless there are more than `max_slots`, `slots` (`slots_of`) and
+        `held_bytes` by rank.
+    """
+    program, simulation = step.program, step.simulation
+    step_time = step.cost.step_s if step.cost else simulation.makespan
+    by_cause = bubble_by_cause(step)
+    record = {
+        "name": name,
+        "num_microbatches": program.num_microbatches,
+        "num_stages": program.num_stages,
+        "copies": program.copies,
+        "in_seconds": step.cost is not None,
+        "makespan": simulation.makespan,
+        "step_time": step_time,
+        "bubble": sum(by_cause.values()) / step_time,
+        "bubble_by_cause": by_cause,
+        "busiest": int(simulation.work.argmax()),
+        "idle": (simulation.makespan - _busy(step)).tolist(),
+    }
+    if len(program.table.slot_start) - 1 <= max_slots:
+        activations = activations_by_slot(program, step.costs).astype(int)
+        edges = program.table.rank_start.tolist()
+        record |= {
+            "slots": slots_of(program, simulation),
+            "held_bytes": [activations[a:b].tolist() for a, b in pairwise(edges)],
+        }
+    return record
+
+
+def bubble_by_cause(step: SimulatedStep) -> dict[str, float]:
+    """Mean idle time of the pipeline ranks by cause, in the unit of the costs.
+
+    Messages: what the makespan loses if they take no time. Imbalance: the passes of the busiest
+    rank minus those of an average one. Warm-up and drain: the remainder.
+    """
+    busy, simulation = _busy(step), step.simulation
+    busiest = float(busy.max())
+    free = replace(step.costs, comm=0.0 * step.costs.comm)
+    makespan = simulate(step.program, free).makespan
+    return {
+        "warm-up and drain": max(0.0, makespan - busiest),  # rounding may make it negative
+        "messages": simulation.makespan - makespan,
+        "imbalance": busiest - float(busy.mean()),
+    }
+
+
+def _busy(step: SimulatedStep) -> np.ndarray:
+    """`[num_ranks]` time in which a rank runs passes."""
+    lengths = step.simulation.end - step.simulation.start
+    return np.add.reduceat(lengths, step.program.table.rank_start[:-1])
+
+
 def memory_over_time(
+    simulator: StepSimulator,
     config: Config,
-    world: int,
-    cluster: Cluster | None,
     ranks: Mapping[int, RankMemory],
     moments: list[list[Moment]],
 ) -> dict[str, Any]:
     """Memory of every pipeline rank over a step: bytes from the forecast, times from the simulator.
 
     Args:
-        config, world, cluster: as in `pipeline_record`.
+        simulator, config: as in `pipeline_record`.
         ranks, moments: of the forecast.
 
     Returns:
@@ -102,19 +151,18 @@ def memory_over_time(
         spans in ticks, and `passing`: kind -> bytes at the peak of each span. A span is a slot, or
         the time from its end until the next one; above MAX_MOMENTS, neighboring spans are merged.
     """
-    simulator = StepSimulator(config, world, cluster)
-    program, _, simulation = simulator.step(config)
-    times = _in_ticks(simulation)
+    step = simulator.step(config)
+    times = _in_ticks(step.simulation)
     size = -(-2 * len(times) // MAX_MOMENTS)
     records = [
         _rank_record(rank, rank_moments, times[first:stop].ravel().tolist(), size)
         for rank, rank_moments, (first, stop) in zip(
-            ranks.values(), moments, pairwise(program.table.rank_start.tolist())
+            ranks.values(), moments, pairwise(step.program.table.rank_start.tolist())
         )
     ]
     return {
-        "in_seconds": simulator.in_seconds,
-        "makespan": simulation.makespan,
+        "in_seconds": step.cost is not None,
+        "makespan": step.simulation.makespan,
         "ranks": records,
     }
 
@@ -149,50 +197,58 @@ def _by_kind(peak: Peak) -> dict[str, int]:
 workloads_of, estimator_on = cache(Workloads), cache(Estimator)
 
 
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step of a Program, with the time and the kept bytes of its passes."""
+
+    program: Program
+    costs: StageCosts
+    simulation: Simulation
+    cost: StepCost | None  # None = times are not predicted: a forward of a stage takes one unit
+
+
 class StepSimulator:
-    """Simulates steps of one model under any schedule.
+    """Simulates steps of one model under any layout and schedule.
 
     Args:
-        config, world, cluster: as in `pipeline_record`.
+        world: number of ranks.
+        cluster: device and network; None = CPUs.
     """
 
-    def __init__(self, config: Config, world: int, cluster: Cluster | None) -> None:
+    def __init__(self, world: int, cluster: Cluster | None) -> None:
         self.world = world
-        self.in_seconds = cluster is not None and config.precision.dtype == "bf16"
-        self._estimator = estimator_on(cluster) if cluster is not None and self.in_seconds else None
+        self._estimator = estimator_on(cluster) if cluster is not None else None
         self._workloads = workloads_of(Target(cluster.architecture if cluster else None))
 
-    def step(self, config: Config) -> tuple[Program, StageCosts, Simulation]:
-        """Program of a step, the time and kept bytes of its passes, and its simulation."""
-        if self._estimator is not None:
+    def predicts(self, config: Config) -> bool:
+        """Whether the steps of a configuration are predicted in seconds."""
+        return self._estimator is not None and config.precision.dtype == "bf16"
+
+    def knows_messages(self, config: Config) -> bool:
+        """Whether messages take time; without a device whose links are known they are free."""
+        return costs_are_known(config, "cuda" if self._estimator else "cpu")
+
+    def step(self, config: Config) -> SimulatedStep:
+        """A step of a valid configuration.
+
+        Raises:
+            ValueError: the schedule does not allow the layout.
+        """
+        if self._estimator is not None and self.predicts(config):
             cost = self._estimator.step(config, self.world)
-            return cost.program, cost.costs, cost.simulation
+            return SimulatedStep(cost.program, cost.costs, cost.simulation, cost)
         layout = quick_layout(config, self.world)
         program = layout.program_of(micro_batch_counts(config, self.world)[-1])
         assigned = replace(config, pipeline=replace(config.pipeline, layout=list(layout.layers)))
+        if not self.knows_messages(config):
+            free = replace(assigned.pipeline, flops_per_byte=0.0)
+            assigned = replace(assigned, pipeline=free)
         stages = self._workloads.stages(config, layout)
         kept_bytes = np.array(
             [sum(unit.passes["F"].kept_bytes for unit in units) for units in stages]
         )
         costs = replace(run_costs(assigned).of(program.placement), activation=kept_bytes)
-        return program, costs, simulate(program, costs)
-
-
-def _record(
-    name: str, program: Program, simulation: Simulation, in_seconds: bool
-) -> dict[str, Any]:
-    lengths = simulation.end - simulation.start
-    busy = [float(lengths[a:b].sum()) for a, b in pairwise(program.table.rank_start)]
-    return {
-        "name": name,
-        "num_microbatches": program.num_microbatches,
-        "num_stages": program.num_stages,
-        "copies": program.copies,
-        "in_seconds": in_seconds,
-        "makespan": simulation.makespan,
-        "bubble": simulation.bubble,
-        "idle": [simulation.makespan - time for time in busy],
-    }
+        return SimulatedStep(program, costs, simulate(program, costs), None)
 
 
 def slots_of(program: Program, simulation: Simulation) -> list[list[list[Any]]]:

@@ -30,7 +30,7 @@ from megatron5d.planning.schedule_search.named_schedules import (
     default_placements,
     placement_by_name,
 )
-from megatron5d.planning.schedule_search.stage_costs import run_costs
+from megatron5d.planning.schedule_search.stage_costs import costs_are_known, run_costs
 from megatron5d.topology.all_ranks import on_rank_0
 from megatron5d.topology.process import Process
 from megatron5d.train.pipeline_layout import (
@@ -238,21 +238,33 @@ def agreed_layout(config: Config, process: Process) -> PipelineLayout:
     if config.parallel.pp == 1 or process.rank != 0:
         return layout
     program = layout.program_of(counts[-1])
-    return replace(layout, note=prediction(config, program, results.get(counts[-1])))
+    result = results.get(counts[-1])
+    return replace(layout, note=prediction(config, program, result, process.device.type))
 
 
-def prediction(config: Config, program: Program, result: SearchResult | None) -> str:
+def prediction(
+    config: Config, program: Program, result: SearchResult | None, device_type: str = "cuda"
+) -> str:
     """A line for the log: the predicted bubble and memory of a schedule, and its search.
+
+    On a CPU whose costs are not known it has the bubble of a search only, for which it names the
+    machine.
 
     Args:
         config: with the split of the layers that the Program is for.
         program: of the last number of micro-batches.
         result: of the search that found it; None if there was none.
+        device_type: that the run uses, such as `cpu`.
     """
     simulated = simulate(program, run_costs(config).of(program.placement))
+    bubble = f"predicted bubble {100 * simulated.bubble:.1f} %, "
+    if not costs_are_known(config, device_type):
+        machine = f"on GPUs (pipeline.flops_per_byte={config.pipeline.flops_per_byte:g}), "
+        bubble = f"{bubble[:-2]} {machine}" if result else ""
+    plural = "" if program.num_microbatches == 1 else "es"
     text = (
         f"pipeline: {program.name}, {program.num_stages} stages, {program.num_microbatches} "
-        f"micro-batches: predicted bubble {100 * simulated.bubble:.1f} %, peak activations "
+        f"micro-batch{plural}: {bubble}peak activations "
         f"{simulated.peak_activations.max():.3g} micro-batches"
     )
     if result is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron5d.config.derived import is_moe, window_of
-from megatron5d.config.schema import ELEMENT_BYTES, Config
+from megatron5d.config.schema import ELEMENT_BYTES, Config, PipelineConfig
 from megatron5d.model.flops import core_flops, head_flops, layer_flops
 from megatron5d.model.partition import layers_per_stage, split_layers, stage_specs
 from megatron5d.pipeline_parallel.costs import Costs, StageCosts, parse_costs
@@ -27,6 +27,18 @@ def run_costs(config: Config) -> Costs | ModelCosts:
         return parse_costs(config.pipeline.costs)
     except ValueError as error:
         raise ValueError(f"pipeline.{error}") from None
+
+
+def costs_are_known(config: Config, device_type: str) -> bool:
+    """Whether the costs of a run are those of its device; the default of flops_per_byte is a GPU's.
+
+    Args:
+        config: of the run.
+        device_type: such as `cuda` or `cpu`.
+    """
+    pipeline = config.pipeline
+    is_default = pipeline.flops_per_byte == PipelineConfig.flops_per_byte
+    return device_type != "cpu" or pipeline.costs is not None or not is_default
 
 
 @dataclass(frozen=True)

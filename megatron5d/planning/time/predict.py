@@ -20,7 +20,7 @@ from megatron5d.planning.fit import device_bytes, shortage, target_here
 from megatron5d.planning.memory.forecast import Forecaster, Target
 from megatron5d.planning.memory.rank_memory import minimum_needed, table
 from megatron5d.planning.schedule_search.auto_schedule import quick_layout
-from megatron5d.planning.schedule_search.stage_costs import run_costs
+from megatron5d.planning.schedule_search.stage_costs import costs_are_known, run_costs
 from megatron5d.planning.time.dp_traffic import Sharding
 from megatron5d.planning.time.step_time import Prices, StepCost, sent_bytes, step_cost, used_ops
 from megatron5d.planning.time.work import message_bytes
@@ -92,17 +92,20 @@ class Estimator:
         return [minimum_needed(num_bytes) for num_bytes in allocated.tolist()]
 
 
-def bytes_on(config: Config, world: int, layout: PipelineLayout) -> tuple[Mapping[str, int], ...]:
+def bytes_on(
+    config: Config, world: int, layout: PipelineLayout, workloads: Workloads | None = None
+) -> tuple[Mapping[str, int], ...]:
     """For each pipeline rank, axis -> bytes that it sends in a step, with evenly loaded experts.
 
     Args:
         config: a valid configuration.
         world: number of ranks.
         layout: of its pipeline.
+        workloads: of the model, shared with other layouts.
     """
     program = layout.program_of(micro_batch_counts(config, world)[-1])
     sharding = Sharding(config, _mesh(config, world, layout), layout.shared)
-    stages = Workloads(Target()).stages(config, layout, used_ops(program))
+    stages = (workloads or Workloads(Target())).stages(config, layout, used_ops(program))
     return sent_bytes(message_bytes(config, layout.specs), sharding, program, stages)
 
 
@@ -130,7 +133,8 @@ def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> P
     """Predictions that `train` logs beside its measurements; ranks above 0 only get the peak.
 
     Step times are predicted for GPUs of planning/clusters.py; elsewhere the bubble assumes that
-    passes take as long as their FLOPs. While the batch grows, only memory is predicted.
+    passes take as long as their FLOPs. On a CPU it is predicted with costs of the user's only.
+    While the batch grows, only memory is predicted.
 
     Args:
         config: of a run that begins.
@@ -142,7 +146,7 @@ def prediction_of(config: Config, process: Process, layout: PipelineLayout) -> P
         return prediction
     if config.train.gbs_ramp is None:
         cluster = _cluster_here(process.device)
-        prediction = _with_step(prediction, config, process.world, layout, cluster)
+        prediction = _with_step(prediction, config, process, layout, cluster)
     if config.log.memory_check == "off":
         return prediction
     return _with_memory(prediction, config, process.world, layout)
@@ -161,12 +165,13 @@ def _cluster_here(device: torch.device) -> Cluster | None:
 def _with_step(
     prediction: Prediction,
     config: Config,
-    world: int,
+    process: Process,
     layout: PipelineLayout,
     cluster: Cluster | None,
 ) -> Prediction:
     bubble: Sequence[float] = ()
-    if config.parallel.pp > 1:
+    world = process.world
+    if config.parallel.pp > 1 and costs_are_known(config, process.device.type):
         program = layout.program_of(micro_batch_counts(config, world)[-1])
         bubble = expected_bubble(config, layout, program)
     if world == 1 and cluster is None:

@@ -235,7 +235,7 @@ def test_quickstart_is_a_moe_over_all_dimensions_at_once():
     p, model = config.parallel, config.model
     assert (p.tp, p.sp, p.cp, p.pp, p.ep, p.zero) == (2, True, 2, 2, 4, 1)
     dp = EXPERIMENTS["quickstart"] // (p.tp * p.cp * p.pp)
-    assert dp == 2 and config.train.gbs == config.train.mbs * dp, "one micro-batch a step"
+    assert dp == 2 and config.train.gbs == 3 * config.train.mbs * dp, "warm-up, 1F1B, drain"
     assert (model.attention, model.num_experts, model.first_k_dense) == ("mla", 8, 1)
     count = f"{parameter_count(model):,} parameters"
     assert count in EXPERIMENT_FILES["quickstart"].read_text()

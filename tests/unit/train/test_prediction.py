@@ -4,6 +4,7 @@ neither."""
 import re
 
 import pytest
+import torch
 from runs import records, train_on_ranks, write_corpus
 
 from megatron5d.config.schema import (
@@ -18,9 +19,14 @@ from megatron5d.config.schema import (
 )
 from megatron5d.pipeline_parallel.registry import build_program
 from megatron5d.pipeline_parallel.simulate import idle_fractions, simulate
-from megatron5d.planning.schedule_search.auto_schedule import best_named_programs, layout_of
+from megatron5d.planning.schedule_search.auto_schedule import (
+    agreed_layout,
+    best_named_programs,
+    layout_of,
+)
 from megatron5d.planning.schedule_search.stage_costs import run_costs
-from megatron5d.planning.time.predict import expected_bubble
+from megatron5d.planning.time.predict import expected_bubble, prediction_of
+from megatron5d.topology.process import Process
 
 STEPS, EVAL_EVERY = 4, 2
 
@@ -98,6 +104,30 @@ def test_the_bubble_is_that_of_the_split_that_auto_has_found():
     costs = run_costs(found.config).of(plan.placement)
     shares = idle_fractions(program := plan.program_of(8), simulate(program, costs))
     assert expected_bubble(config, plan, program) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    "pipeline, is_predicted",
+    [
+        ({}, False),
+        ({"flops_per_byte": 20.0}, True),
+        ({"costs": "F=1,I=1,W=1"}, True),
+    ],
+)
+def test_no_bubble_of_a_gpu_is_predicted_on_a_cpu(pipeline, is_predicted):
+    """Unless the user sets the costs; the default is a GPU's."""
+    config = Config(
+        model=ModelConfig(num_layers=4, vocab_size=64),
+        parallel=ParallelConfig(pp=2),
+        pipeline=PipelineConfig("1f1b", **pipeline),
+        train=TrainConfig(gbs=8, seq_len=32),
+    )
+    process = Process(0, 4, 0, torch.device("cpu"))
+    layout = agreed_layout(config, process)
+    assert ("predicted bubble" in layout.note) == is_predicted
+    prediction = prediction_of(config, process, layout)
+    assert bool(prediction.bubble) == is_predicted
+    assert ("bubble_predicted" in prediction.record(0)) == is_predicted
 
 
 def _bytes(text: str) -> float:

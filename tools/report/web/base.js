@@ -15,7 +15,7 @@ function make(tag, attributes = {}, ...children) {
 }
 
 const color = (name) => `var(--${name})`;
-const axisColor = (axis) => color(["sp", "tp", "cp", "pp", "ep"].find((name) => axis.split("_").includes(name)) ?? "dp");
+const axisColor = (axis) => color(dimensionOfAxis(axis));
 const chip = (axis) => make("span", { class: "chip", style: `--c:${axisColor(axis)}` }, axis);
 
 function bytes(value) {
@@ -26,8 +26,9 @@ const gib = (value) => (Math.abs(value) >= 2 ** 28 ? `${(value / 2 ** 30).toFixe
 const trim = (value) => (Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2));
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const seconds = (value) => (value >= 1 ? `${trim(value)} s` : value >= 1e-3 ? `${trim(1e3 * value)} ms` : `${trim(1e6 * value)} µs`);
-const span = (record, value) => (record.in_seconds ? seconds(value) : `${trim(value)} units`); // a unit: a forward of one stage
+const span = (record, value) => (record.in_seconds ? seconds(value) : `${trim(value)} F`); // F: the time of a forward through one stage
 const count = (value) => Math.round(value).toLocaleString("en-US");
+const microBatches = (number) => `${count(number)} micro-batch${number === 1 ? "" : "es"}`;
 
 /** A number that opens its formula and its file. */
 function figure(text, source) {
@@ -52,17 +53,60 @@ function showTip(event, text) {
 }
 const hideTip = () => { tip.hidden = true; };
 
+/** Collectives run on axes, some of them joined; the dimension that an axis belongs to has its color. */
+const dimensionOfAxis = (axis) => (/^(e?dp|world)/.test(axis) ? "dp" : /^e/.test(axis) ? "ep" : axis === "cp_tp" ? "tp" : axis.split("_")[0]);
+
+/** Dimension -> sum of the values of its axes. */
+function sumByDimension(byAxis) {
+  const sums = {};
+  for (const [axis, value] of Object.entries(byAxis)) sums[dimensionOfAxis(axis)] = (sums[dimensionOfAxis(axis)] ?? 0) + value;
+  return sums;
+}
+
+/** A table; on a narrow screen each row becomes a list of its cells with their headings. */
+function tableOf(heads, rows) {
+  const cells = (row) => row.map((cell, column) => make("td", { "data-head": column ? heads[column] : null }, cell ?? "–"));
+  return make("table", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head))), ...rows.map((row) => make("tr", {}, ...cells(row))));
+}
+const legendOf = (entries) => make("div", { class: "legend" }, ...entries.map(([name, paint, mark]) => make("span", {}, make("i", { style: `--c:var(${paint})`, class: mark }), name)));
+const halves = (...sides) => make("div", { class: "halves" }, ...sides.filter(Boolean).map((side) => make("div", {}, ...[side].flat())));
+
 // State: the layout shown, the dimensions switched off, the rank selected. Every change redraws all panes.
 const state = { layout: 0, off: [], rank: 0 };
 const panes = [];
 const layout = () => DATA.layouts[state.layout];
-const variant = () => layout().variants[state.off.join(" ")];
+const keyOf = (off) => layout().switches.filter((name) => off.includes(name) && !(name === "sp" && off.includes("tp"))).join(" "); // without tp there is no sp
+const variant = () => layout().variants[keyOf(state.off)];
 const asIs = () => layout().variants[""];
+const isOff = (name) => state.off.includes(name) || (name === "sp" && state.off.includes("tp"));
+const sizesAndGrids = () => variant().microbatch ?? layout();
+const grids = () => sizesAndGrids().grid;
+const paneWidth = () => document.getElementById("panes").clientWidth || 900; // 0 in a window that is not shown yet
+const isNarrow = () => paneWidth() < 600;
 
-function change(values) {
-  Object.assign(state, values);
-  for (const pane of panes) pane();
+/** The timeline of the variant's own schedule; undefined without a pipeline. */
+function ownTimeline() {
+  const { pipeline } = variant();
+  return pipeline === 0 ? layout().pipeline[0] : pipeline;
 }
+
+const CONTROLS = "button, select, input, [tabindex]";
+
+/** Changes the state and redraws; the focus stays on the same control. */
+function change(values) {
+  const before = document.activeElement, home = before?.closest("section, nav"), at = home ? [...home.querySelectorAll(CONTROLS)].indexOf(before) : -1;
+  Object.assign(state, values);
+  for (const redraw of panes) redraw();
+  if (at < 0 || before.isConnected) return;
+  const controls = [...home.querySelectorAll(CONTROLS)], { key } = before.dataset;
+  (controls.find((control) => key && control.dataset.key === key) ?? controls[Math.min(at, controls.length - 1)])?.focus({ preventScroll: true });
+}
+
+let drawnWidth = 0;
+addEventListener("resize", () => {
+  if (drawnWidth !== paneWidth()) change({});
+  drawnWidth = paneWidth();
+});
 
 /** The place of a rank along an axis of a grid, whose ranks lie row-major along its axes, slowest first. */
 function axisPlace(grid, name, rank) {
@@ -84,11 +128,11 @@ function groupOf(grid, names, rank) {
   }
   return grid.ranks ? places.map((place) => grid.ranks[place]) : places;
 }
-const pipelineRank = (rank = state.rank) => axisPlace(layout().grid.dense, "pp", rank);
+const pipelineRank = (rank = state.rank) => axisPlace(grids().dense, "pp", rank);
 
 /** The global rank that differs from the selected one in its place along pp alone. */
 function withPipelineRank(place) {
-  return groupOf(layout().grid.dense, ["pp"], state.rank)[place];
+  return groupOf(grids().dense, ["pp"], state.rank)[place];
 }
 
 /** A section with its heading; `draw` fills its body whenever the state changes. */
@@ -115,3 +159,12 @@ function acts(node, label, act) {
   });
   return node;
 }
+
+/** A drawing in pixels, so that its text has the size that it says. */
+function drawing(width, height, label) {
+  return make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
+}
+
+const HATCH = make("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+  make("rect", { width: 6, height: 6, fill: "var(--idle)" }), make("rect", { width: 2, height: 6, fill: "var(--hatch)" }));
+document.body.append(make("svg", { width: 0, height: 0, style: "position: absolute", "aria-hidden": "true" }, make("defs", {}, HATCH)));

@@ -1,30 +1,35 @@
 "use strict";
 // The layer: the phases of a block as tensors that the layout cuts, and a switch for every dimension.
 
+/** Switches of the dimensions; sequence parallelism ends with tensor parallelism. */
 function switches() {
   const { switches: on, sizes } = layout();
+  const flipped = (name) => on.filter((other) => (other === name) !== state.off.includes(other));
   const buttons = on.map((name) => make("button", {
-    type: "button", "data-switch": name, "aria-pressed": String(!state.off.includes(name)), style: `--c:${color(name)}`,
-    onclick: () => change({ off: on.filter((each) => (each === name) !== state.off.includes(each)) }),
+    type: "button", "data-switch": name, "data-key": name, "aria-pressed": String(!isOff(name)), style: `--c:${color(name)}`,
+    disabled: name === "sp" && state.off.includes("tp") ? "" : null, title: name === "sp" && state.off.includes("tp") ? "requires tensor parallelism" : null,
+    onclick: () => change({ off: flipped(name) }),
   }, `${NAMES[name]} ${name === "zero" ? sizes.zero : name === "sp" ? "" : sizes[name]}`.trim()));
-  return make("div", { class: "bar", role: "group", "aria-label": "Dimensions" }, ...buttons);
+  const all = make("button", { type: "button", "data-key": "all", disabled: state.off.length ? null : "", onclick: () => change({ off: [] }) }, "all on");
+  return on.length ? [...buttons, all] : [];
 }
 
 /** Memory and step time without the dimensions that are off, relative to the layout. */
 function comparison() {
   const now = variant(), before = asIs();
-  if (!now) return make("p", { class: "warn" }, "This combination was not computed: switch one dimension back on.");
   if (now.refused) return make("p", { class: "warn" }, `Not a valid layout: ${now.refused}`);
-  const facts = [figure(`${gib(now.needed_bytes)} a rank`, "memory")];
-  if (now.step_time_s) facts.push(" · ", figure(`${seconds(now.step_time_s)} a step`, "step"), " · ", figure(`${percent(now.mfu)} MFU`, "mfu"));
-  if (!state.off.length) return make("p", {}, ...facts);
-  const names = state.off.map((name) => NAMES[name]).join(", ");
-  const memory = now.needed_bytes / before.needed_bytes, time = now.step_time_s / before.step_time_s;
-  const verdict = `Without ${names}${now.changed ? ` (and ${now.changed})` : ""}, on the same ranks: memory × ${trim(memory)}`;
-  return make("p", {}, ...facts, make("br"), verdict + (now.step_time_s && before.step_time_s ? `, step time × ${trim(time)}.` : "."));
+  const numbers = [figure(`${gib(now.needed_bytes)} per rank`, "memory")];
+  if (now.step_time_s) numbers.push(" · ", figure(`${seconds(now.step_time_s)} a step`, "step"), " · ", figure(`${percent(now.mfu)} MFU`, "mfu"));
+  if (!state.off.length) return make("p", {}, ...numbers);
+  const names = layout().switches.filter(isOff).map((name) => NAMES[name]).join(", ");
+  const verdict = `Without ${names}, on the same ranks: memory × ${trim(now.needed_bytes / before.needed_bytes)}`;
+  const time = timeRatio(now, before);
+  return make("p", {}, ...numbers, make("br"), verdict, time ? `, time per token × ${trim(time)}` : "", now.changed ? `. The global batch grows to ${count(now.gbs)}, which the ranks divide.` : ".");
 }
 
-/** A tensor as a rectangle; the selected rank's part is filled. */
+const timeRatio = (now, before) => now.step_time_s && before.step_time_s && before.tokens_per_s_per_gpu / now.tokens_per_s_per_gpu;
+
+/** A tensor as a rectangle; the selected rank's piece has the colors of the dimensions that cut it. */
 function tensorPicture(entry) {
   const shape = entry.whole ?? entry.local;
   const matrix = shape.length > 1 ? [shape[0], shape[shape.length - 1]] : [shape[0], 1];
@@ -33,23 +38,27 @@ function tensorPicture(entry) {
   const log = matrix.map((size) => 4 + Math.log2(Math.max(1, size)));
   const scale = Math.min(width / log[1], height / log[0]);
   const w = log[1] * scale, h = log[0] * scale;
-  let [x, y, partW, partH] = [0, 0, w, h];
+  let [x, y, pieceW, pieceH] = [0, 0, w, h];
   for (const dim of dims) {
-    const share = Math.min(1, entry.local[dim] / shape[dim]);
-    const parts = Math.max(1, Math.round(1 / share));
+    const fraction = Math.min(1, entry.local[dim] / shape[dim]);
+    const pieces = Math.max(1, Math.round(1 / fraction));
     const along = (entry.cut ?? []).filter(([at]) => at === dim).map(([, name]) => name);
-    const place = placeAlong(along, entry.expert) % parts;
-    if (dim === 0) { y = (h * place) / parts; partH = h * share; } else { x = (w * place) / parts; partW = w * share; }
+    const place = placeAlong(along, entry.expert) % pieces;
+    if (dim === 0) { y = (h * place) / pieces; pieceH = h * fraction; } else { x = (w * place) / pieces; pieceW = w * fraction; }
   }
-  const first = entry.cut?.[0]?.[1];
+  const cutters = cuttersOf(entry), bands = cutters.length ? cutters.map(color) : [color("dim")];
+  pieceW = Math.max(2, pieceW); pieceH = Math.max(2, pieceH);
+  const isWide = pieceW >= pieceH, each = (isWide ? pieceW : pieceH) / bands.length;
   return make("svg", { viewBox: `-2 -2 ${width + 6} ${height + 6}`, "aria-hidden": "true" },
     make("rect", { x: 0, y: 0, width: w, height: h, fill: "none", stroke: "var(--dim)", "stroke-dasharray": "2 2" }),
-    make("rect", { x, y, width: Math.max(1.5, partW), height: Math.max(1.5, partH), fill: first ? color(first) : "var(--dim)", opacity: 0.85 }));
+    ...bands.map((fill, band) => make("rect", { x: isWide ? x + band * each : x, y: isWide ? y : y + band * each, width: isWide ? each : pieceW, height: isWide ? pieceH : each, fill })));
 }
 
-/** The place of the selected rank among the parts that several dimensions cut together. */
+const cuttersOf = (entry) => [...new Set((entry.cut ?? []).map(([, name]) => name))];
+
+/** The place of the selected rank among the pieces that several dimensions cut together. */
 function placeAlong(names, expert) {
-  const { dense, expert: experts } = layout().grid;
+  const { dense, expert: experts } = grids();
   let place = 0;
   for (const name of ["cp", "tp", "ep"]) {
     const grid = (name === "ep" || expert) && experts ? experts : dense;
@@ -61,10 +70,10 @@ function placeAlong(names, expert) {
 }
 
 function tensorRow(entry) {
-  const cut = [...new Set((entry.cut ?? []).map(([, name]) => name))];
-  const whole = entry.whole && String(entry.whole) !== String(entry.local) ? `[${entry.whole.join(", ")}] → ` : "";
+  const cut = cuttersOf(entry), sizes = (shape) => `[${shape.map(count).join(" × ")}]`;
+  const whole = entry.whole && String(entry.whole) !== String(entry.local) ? `${sizes(entry.whole)} → ` : "";
   return make("div", { class: "tensor" }, tensorPicture(entry), make("div", {}, entry.name, " ", ...cut.map(chip),
-    make("br"), make("span", { class: "dimmed" }, `${whole}[${entry.local.join(", ")}]${cut.length ? "" : entry.bytes === undefined ? "" : " on every rank"}`)));
+    make("br"), make("span", { class: "dimmed" }, `${whole}${sizes(entry.local)}${cut.length ? "" : entry.bytes === undefined ? "" : " on every rank"}`)));
 }
 
 function sentRows(phase) {
@@ -73,23 +82,21 @@ function sentRows(phase) {
   return rows.length ? make("ul", { class: "sent" }, ...rows) : make("p", { class: "dimmed" }, "nothing is sent");
 }
 
-/** Memory and step time with each dimension, relative to the layout without it. */
+/** Memory and time without each dimension alone, relative to the layout as it is. */
 function effects() {
   const before = asIs();
   const rows = layout().switches.map((name) => {
-    const without = layout().variants[name];
-    if (!without || without.refused) return make("tr", {}, make("td", {}, chip(name)), make("td", { colspan: 3 }, without?.refused ?? "not computed"));
-    const ratio = (key) => (before[key] && without[key] ? `× ${trim(before[key] / without[key])}` : "–");
-    return make("tr", {}, make("td", {}, chip(name)), make("td", {}, ratio("needed_bytes")), make("td", {}, ratio("step_time_s")), make("td", { class: "dimmed" }, without.changed ?? ""));
+    const without = layout().variants[name], time = timeRatio(without, before);
+    if (without.refused) return [chip(name), "not valid", "–", without.refused];
+    return [chip(name), `× ${trim(without.needed_bytes / before.needed_bytes)}`, time ? `× ${trim(time)}` : "–", without.changed ? `global batch of ${count(without.gbs)}` : ""];
   });
-  return rows.length ? make("table", {}, make("tr", {}, ...["with it", "memory a rank", "step time", "compared with"].map((name) => make("th", {}, name))), ...rows) : null;
+  return rows.length ? tableOf(["without", "memory of a rank", "time per token", "note"], rows) : null;
 }
 
 pane("layer", "The layer", "One block of this model, as the selected rank holds it. Switch a dimension off to see what it cuts, sends, saves and costs.", () => {
-  const now = variant();
-  const cards = (now?.layer ?? []).map((phase) => make("div", { class: "card" }, make("h3", {}, phase.name),
+  const cards = (variant().layer ?? []).map((phase) => make("div", { class: "card" }, make("h3", {}, phase.name),
     make("h4", {}, "weights"), ...(phase.weights.length ? phase.weights.map(tensorRow) : [make("p", { class: "dimmed" }, "none")]),
-    make("h4", {}, "activations [s, b, h]"), ...phase.tensors.map(tensorRow),
+    make("h4", {}, "activations [s × b × h]"), ...phase.tensors.map(tensorRow),
     make("h4", {}, "sent by a rank for a micro-batch"), sentRows(phase)));
-  return [switches(), comparison(), make("div", { class: "cards" }, ...cards), make("div", { class: "scroll" }, effects() ?? "")];
+  return [halves(comparison(), effects()), make("div", { class: "cards" }, ...cards)];
 });

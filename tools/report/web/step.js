@@ -1,56 +1,81 @@
 "use strict";
-// Where the time of a step goes, predicted and measured.
+// Where the time of a step goes, predicted and measured side by side.
 
-const TIMES = { gemms: ["GEMMs", "--tp"], products: ["GEMMs", "--tp"], attention: ["attention", "--sp"], memory: ["norms, activations, copies", "--cp"], tp: ["exposed tp", "--dp"],
-  cp: ["exposed cp", "--dp"], ep: ["exposed ep", "--ep"], p2p: ["waits for stages", "--pp"], bubble: ["pipeline bubble", "--pp"], dp: ["exposed dp and ZeRO", "--dp"],
-  host: ["host copies", "--host"], optimizer: ["optimizer", "--b"], muon: ["Muon iterations", "--b"], muon_sent: ["Muon all-to-alls", "--b"] };
+const COMPUTING = { products: ["GEMMs", "--gemms"], gemms: ["GEMMs", "--gemms"], attention: ["attention", "--core"], memory: ["norms, activations, copies", "--norms"],
+  host: ["host copies", "--host"], optimizer: ["optimizer", "--optimizer-time"], muon: ["Muon iterations", "--optimizer-time"], muon_sent: ["Muon all-to-alls", "--dp"] };
+const EXPOSED = { tp: "exposed tp", cp: "exposed cp", ep: "exposed ep", dp: "exposed dp and ZeRO", pp: "bubble" };
+const KINDS_OF = { tp: ["tp"], cp: ["cp"], ep: ["ep"], dp: ["dp"], pp: ["p2p", "bubble"] };
 
-function waterfall(parts, total) {
-  const width = 900, row = 24, left = 210, scale = (width - left - 130) / total;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${row * (parts.length + 1)}`, role: "img", "aria-label": "Where the time of a step goes" });
-  let at = left;
-  parts.forEach(([name, value, paint], place) => {
-    const y = place * row;
-    svg.append(make("text", { x: 0, y: y + 16, "font-size": 13 }, name),
-      make("rect", { x: at, y: y + 4, width: Math.max(1, value * scale), height: row - 8, fill: `var(${paint})` }),
-      make("line", { x1: at + value * scale, x2: at + value * scale, y1: y + 4, y2: y + row + 4, stroke: "var(--edge)" }),
-      make("text", { x: at + value * scale + 6, y: y + 16, "font-size": 12 }, `${seconds(value)} · ${percent(value / total)}`));
-    at += value * scale;
-  });
-  svg.append(make("text", { x: 0, y: parts.length * row + 16, "font-size": 13, "font-weight": 700 }, "a step"),
-    make("rect", { x: left, y: parts.length * row + 4, width: total * scale, height: row - 8, fill: "none", stroke: "var(--ink)" }),
-    make("text", { x: left + total * scale + 6, y: parts.length * row + 16, "font-size": 12, "font-weight": 700 }, seconds(total)));
-  return make("div", { class: "scroll" }, svg);
+/** Seconds of each dimension in a prediction, by the names of EXPOSED. */
+const exposedOf = (secondsByKind) => Object.fromEntries(Object.entries(KINDS_OF).map(([name, kinds]) => [name, kinds.reduce((sum, kind) => sum + (secondsByKind[kind] ?? 0), 0)]));
+const computingOf = (secondsByKind) => Object.entries(secondsByKind).filter(([kind, value]) => COMPUTING[kind] && value > 1e-9).map(([kind, value]) => [...COMPUTING[kind], value]);
+
+/** The rows of a waterfall, `[name, [segments of each series]]`; a segment is `[name, color, seconds]`. */
+function waterfallRows(now) {
+  const runs = DATA.runs.map((run) => sumByDimension(run.exposed_s)), predicted = now.seconds && exposedOf(now.seconds);
+  const series = [...(now.seconds ? [{ name: "predicted", total: now.step_time_s }] : []), ...DATA.runs.map((run) => ({ name: DATA.runs.length > 1 ? run.name : "measured", total: run.step_time_s, isMeasured: true }))];
+  const rows = [];
+  const computed = now.seconds ? computingOf(now.seconds) : [];
+  const remainders = DATA.runs.map((run, place) => run.step_time_s - totalOf(runs[place]));
+  if (runs.length) rows.push([now.seconds ? "computing" : "computing and all else", [...(now.seconds ? [computed] : []), ...remainders.map((value) => [["computing and all that was not timed", "--gemms", Math.max(0, value)]])]]);
+  else rows.push(...computed.map((segment) => [segment[0], [[segment]]]));
+  for (const [name, text] of Object.entries(EXPOSED)) {
+    const values = [...(predicted ? [predicted[name]] : []), ...runs.map((run) => run[name] ?? 0)];
+    const title = name === "pp" && now.seconds && !runs.length && ownTimeline() ? `bubble of pp ${ownTimeline().busiest}` : text;
+    if (values.some((value) => value > 1e-9)) rows.push([title, values.map((value) => [[text, `--${name}`, value]])]);
+  }
+  return [rows, series];
 }
 
-pane("step", "The step's time", "Where the time of one step goes on the busiest pipeline rank. It follows the switches of the layer.", () => {
-  const now = variant();
-  const measured = DATA.runs.flatMap((run) => [make("p", {}, make("b", {}, run.name), ", measured: ", figure(`${seconds(run.step_time_s)} a step`, "run")), waterfall(run.breakdown.map(([name, value]) => [name, value, "--tp"]), run.step_time_s)]);
-  if (!now?.seconds) return [make("p", { class: "dimmed" }, now?.unknown_time ?? now?.refused ?? "not computed"), ...measured, ...byAxis(now)];
-  const parts = Object.entries(now.seconds).filter(([, value]) => value > 1e-9).map(([kind, value]) => [...named(kind), value]).map(([name, paint, value]) => [name, value, paint]);
-  const ideal = now.mfu * now.step_time_s;
-  return [make("p", {}, "At the device's peak the step would take ", figure(seconds(ideal), "mfu"), "; predicted: ", figure(`${seconds(now.step_time_s)}, ${percent(now.mfu)} MFU, ${count(now.tokens_per_s_per_gpu)} tokens/s a GPU`, "step"), "."),
-    waterfall(parts, now.step_time_s), ...measured, ...byAxis(now)];
-});
+/** Each row begins where the one above ends; a predicted bar is pale where a measured one stands below it. */
+function waterfall(rows, series) {
+  const isPaired = series.length > 1, width = paneWidth(), bar = 16, gap = 2;
+  const left = isNarrow() ? 0 : 210, right = isNarrow() ? 0 : 190, head = isNarrow() ? 20 : 0;
+  const row = head * series.length + series.length * (bar + gap) + 8, most = Math.max(...series.map(({ total }) => total));
+  const scale = (width - left - right) / most, at = series.map(() => left);
+  const svg = drawing(width, row * (rows.length + 1), "Where the time of a step goes");
+  const all = [...rows, ["a step", series.map(({ total }) => [["a step", null, total]])]];
+  all.forEach(([name, segments], place) => {
+    segments.forEach((parts, index) => {
+      const { name: who, total, isMeasured } = series[index], value = parts.reduce((sum, [, , time]) => sum + time, 0);
+      const y = place * row + index * (bar + gap + head) + head, isTotal = place === rows.length;
+      const title = isPaired ? `${index && !isNarrow() ? "" : name}${isNarrow() ? `, ${who}` : ""}` : name;
+      svg.append(make("text", { x: 0, y: isNarrow() ? y - 6 : y + 13, "font-weight": isTotal ? 700 : 400 }, title));
+      let x = isTotal ? left : at[index];
+      for (const [kind, paint, time] of parts) {
+        const box = make("rect", { x, y, width: Math.max(1, time * scale), height: bar, fill: isTotal ? "none" : kind === "bubble" ? "url(#hatch)" : `var(${paint})`, stroke: isTotal ? "var(--ink)" : kind === "bubble" ? color("pp") : "none", "stroke-width": isTotal ? 1 : 2, opacity: isPaired && !isMeasured && !isTotal ? 0.55 : 1 });
+        box.append(make("title", {}, `${kind}${isPaired ? `, ${who}` : ""}: ${seconds(time)}`));
+        svg.append(box);
+        x += time * scale;
+      }
+      if (!isTotal) at[index] = x;
+      svg.append(make("text", { x: width, y: isNarrow() ? y - 6 : y + 13, "text-anchor": "end", "font-weight": isTotal ? 700 : 400 }, `${isPaired && !isNarrow() ? `${who} ` : ""}${seconds(value)} · ${percent(value / total)}`));
+    });
+  });
+  return svg;
+}
 
-function named(kind) { return TIMES[kind] ?? [kind, "--dim"]; }
+pane("step", "The step's time", "Where the time of one step goes, predicted on the busiest pipeline rank and measured on rank 0. It follows the switches.", () => {
+  const now = variant(), unknown = now.unknown_time ?? now.refused, facts = [];
+  if (now.seconds) facts.push(make("p", {}, "At the device's peak the step would take ", figure(seconds(now.mfu * now.step_time_s), "mfu"), "; predicted: ", figure(`${seconds(now.step_time_s)}, ${percent(now.mfu)} MFU, ${count(now.tokens_per_s_per_gpu)} tokens/s per GPU`, "step"), "."));
+  else facts.push(make("p", { class: "dimmed" }, unknown));
+  for (const run of DATA.runs) facts.push(make("p", {}, make("b", {}, run.name), ", measured: ", figure(`${seconds(run.step_time_s)} a step`, "run"), state.off.length ? ", with every dimension on" : ""));
+  const [rows, series] = waterfallRows(now), computed = now.seconds && DATA.runs.length ? legendOf(computingOf(now.seconds)) : null;
+  return [...facts, series.length ? waterfall(rows, series) : null, computed, byAxis(now)];
+});
 
 /** Bytes sent and seconds waited in a step by axis: the forecast, and each run as measured on rank 0. */
 function byAxis(now) {
-  const runs = DATA.runs, forecast = (rank) => now?.sent_bytes?.[rank] ?? {}, mine = pipelineRank();
-  const places = [...new Set(runs.length ? [0, mine] : [mine])]; // rank 0, which logs, is in pp 0
-  const axes = [...new Set([...places.map(forecast), ...runs.map((run) => run.sent_bytes), ...runs.map((run) => run.exposed_s)].flatMap(Object.keys))];
-  const cell = (value, text, source) => make("td", {}, value === undefined ? "–" : figure(text(value), source));
-  const line = (name, cells) => make("tr", {}, make("td", {}, name), ...cells);
-  const table = (heads, rows) => rows.length ? make("div", { class: "scroll" }, make("table", {}, make("tr", {}, ...heads.map((head) => make("th", {}, head))), ...rows)) : null;
-  const sent = axes.filter((axis) => places.some((rank) => forecast(rank)[axis]) || runs.some((run) => run.sent_bytes[axis])).map((axis) => line(chip(axis),
-    [...places.map((rank) => cell(forecast(rank)[axis], bytes, "sent")), ...runs.map((run) => cell(run.sent_bytes[axis], bytes, "run"))]));
-  // The forecast has waits by dimension, a run by axis: axes of one dimension share a row.
-  const dimension = (axis) => /^(e?dp|world)/.test(axis) ? "dp" : /^e/.test(axis) ? "ep" : axis === "cp_tp" ? "tp" : axis.split("_")[0];
-  const waits = runs.map((run) => run.exposed_s), kinds = { tp: ["tp"], cp: ["cp"], ep: ["ep"], pp: ["p2p", "bubble"], dp: ["dp"] };
-  const waited = (run, name) => { const own = Object.entries(run).filter(([axis]) => dimension(axis) === name).map(([, value]) => value); return own.length ? own.reduce((a, b) => a + b) : undefined; };
-  const exposed = Object.entries(kinds).map(([name, parts]) => [name, now?.seconds && parts.reduce((all, part) => all + (now.seconds[part] ?? 0), 0), waits.map((run) => waited(run, name))])
-    .filter(([, told, found]) => told > 1e-9 || found.some((value) => value !== undefined)).map(([name, told, found]) => line(chip(name), [cell(told, seconds, "step"), ...found.map((value) => cell(value, seconds, "run"))]));
-  return [table(["sent in a step by a rank of", ...places.map((rank) => `pp ${rank}, forecast`), ...runs.map((run) => `rank 0 of ${run.name}, measured`)], sent),
-    runs.length ? table(["exposed communication and waits", "forecast, busiest rank", ...runs.map((run) => `rank 0 of ${run.name}, measured`)], exposed) : null];
+  const runs = DATA.runs, forecast = (rank) => now.sent_bytes?.[rank] ?? {}, own = pipelineRank();
+  const places = [...new Set(runs.length ? [0, own] : [own])]; // rank 0, which logs, is in pp 0
+  const axes = [...new Set([...places.map(forecast), ...runs.map((run) => run.sent_bytes)].flatMap(Object.keys))];
+  const cell = (value, text, source) => (value === undefined ? "–" : figure(text(value), source));
+  const sent = axes.filter((axis) => places.some((rank) => forecast(rank)[axis]) || runs.some((run) => run.sent_bytes[axis])).map((axis) => [chip(axis),
+    ...places.map((rank) => cell(forecast(rank)[axis], bytes, "sent")), ...runs.map((run) => cell(run.sent_bytes[axis], bytes, "run"))]);
+  const waits = runs.map((run) => sumByDimension(run.exposed_s)), predicted = now.seconds && exposedOf(now.seconds);
+  const exposed = Object.keys(EXPOSED).filter((name) => predicted?.[name] > 1e-9 || waits.some((wait) => wait[name] !== undefined)).map((name) => [make("span", {}, chip(name), ` ${EXPOSED[name]}`),
+    cell(predicted?.[name], seconds, "step"), ...waits.map((wait) => cell(wait[name], seconds, "run"))]);
+  const measured = runs.map((run) => `rank 0 of ${run.name}, measured`);
+  return halves(sent.length ? tableOf(["sent in a step by a rank of", ...places.map((rank) => `pp ${rank}, forecast`), ...measured], sent) : null,
+    runs.length && exposed.length ? tableOf(["exposed communication and bubble", "forecast, busiest rank", ...measured], exposed) : null);
 }
