@@ -15,6 +15,7 @@ from megatron5d.checkpoint.folder import Keep, recover
 from megatron5d.checkpoint.save import Exporter, SaveFailed, Saver
 from megatron5d.comm.collectives import all_reduce
 from megatron5d.config.convert import to_dict
+from megatron5d.config.derived import resumed_progress
 from megatron5d.config.schema import Config
 from megatron5d.data.batch import Loader
 from megatron5d.model.flops import parameter_count
@@ -99,8 +100,15 @@ def _lock(config: Config, outputs: Outputs, on_exit: ExitStack) -> None:
     if config.log.dir is not None:
         folder = Path(config.log.dir)
         on_exit.callback(LockFile(folder / "log.lock", f"log.dir = {folder}").release)
-        with harmless(f"log.dir = {folder}, config.yaml and code/", outputs.notes.append):
-            write_provenance(folder, config)
+        done = resumed_progress(config).get("step", 0)
+        # a finished run keeps the configuration that its records and checkpoints come from
+        if done < _last_step(config) or not (folder / "config.yaml").exists():
+            with harmless(f"log.dir = {folder}, config.yaml and code/", outputs.notes.append):
+                write_provenance(folder, config)
+
+
+def _last_step(config: Config) -> int:
+    return config.train.stop_after or config.train.steps
 
 
 def _unlock_checkpoints(outputs: Outputs) -> None:
@@ -202,9 +210,10 @@ def _announce(run: Run, reporter: Reporter, predicted: Prediction) -> None:
     for note in run.notes:
         reporter.say(note)
     key = "stop_after" if train.stop_after else "steps"
-    last = train.stop_after or train.steps
+    last = _last_step(run.config)
     if progress.step >= last:
         reporter.say(f"nothing to train: step {progress.step} is saved, and train.{key} = {last}")
+        return
     for line in predicted.report:
         reporter.say(line)
 
@@ -227,7 +236,7 @@ def _steps(
 ) -> bool:
     """Runs the remaining steps; True if a signal ended them early."""
     config, progress, train = run.config, run.progress, run.config.train
-    last = train.stop_after or train.steps
+    last = _last_step(config)
     validates = progress.step > 0 or bool(_evaluate(run, reporter, "initial_valid_loss"))
     remaining = last - progress.step
     loader = train_loader(
