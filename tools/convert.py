@@ -8,6 +8,7 @@
     python tools/convert.py inspect | verify CHECKPOINTS
     python tools/convert.py diff A B [--tolerance 1e-6]
     python tools/convert.py average CHECKPOINTS --last 5 --out NEW_CHECKPOINTS
+    python tools/convert.py flags job.sbatch | flags -- --num-layers 12 --bf16 ...
     python tools/convert.py upcycle --checkpoint CHECKPOINTS --out NEW --num-experts 8 --top-k 2
 
 CHECKPOINTS is a directory of checkpoints, whose newest complete one is read, or one of them. Any
@@ -24,6 +25,8 @@ from-megatron  reads a GPT model of Megatron-Core, from torch_dist or mp_rank fi
                moments if they are saved by parameter.
 to-megatron    writes weights for --load and --use-checkpoint-args of Megatron-LM.
 reshard        writes the checkpoint that the ranks of another layout would have saved.
+flags          prints our command line for one of Megatron-LM, torchtitan, nanotron or Hugging
+               Face's Trainer, and what differs (docs/from_megatron.md).
 upcycle        writes a mixture of experts that computes what the dense model does
                (docs/experts.md). Train it with init.from_checkpoint=NEW and the
                architecture that is printed.
@@ -197,6 +200,23 @@ COMMANDS = {
                 "--optimizer",
                 "include Adam's state and the step, to continue the run",
                 action="store_true",
+            ),
+        ],
+    ),
+    "flags": Command(
+        "flags.flags",
+        "print our command line for one of another code base",
+        [
+            option(
+                "--source",
+                "whose names they are (default: of whom most are known)",
+                choices=["megatron", "torchtitan", "nanotron", "huggingface"],
+            ),
+            option(
+                "words",
+                "after --, a command or its flags; or a file: job script, .yaml, .toml, .json",
+                nargs="+",
+                metavar="FILE|WORD",
             ),
         ],
     ),

@@ -24,6 +24,7 @@ from megatron5d.config.completion import SHELLS, completion_script
 from megatron5d.config.convert import group_names, leaves
 from megatron5d.config.default_files import CONF, default_file, key_lines
 from megatron5d.config.errors import Fault, closest, closest_key
+from megatron5d.config.other_names import advice
 
 FLAGS = {
     "--help": "print this text, or what it says about KEY, GROUP or any WORD: --help warmup",
@@ -126,15 +127,19 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         flag, equals, value = word.partition("=")
         flag = _SHORT.get(flag, flag)
         takes_value = flag not in ("-m", "--multirun") and not equals
-        if takes_value and words and not words[0].startswith("-") and "=" not in words[0]:
-            value = words.pop(0)
-        if fault := _apply(arguments, flag, value):
+        values = [value] if equals else []
+        while takes_value and words and not words[0].startswith("-") and "=" not in words[0]:
+            values.append(words.pop(0))
+            # a flag of another code base may have several
+            takes_value = flag not in FLAGS
+        if fault := _apply(arguments, flag, values):
             arguments.faults.append(fault)
     return arguments
 
 
-def _apply(arguments: Arguments, flag: str, value: str) -> Fault | None:
+def _apply(arguments: Arguments, flag: str, values: Sequence[str]) -> Fault | None:
     """Stores a flag and its value; gives the fault of a wrong one."""
+    value = " ".join(values)
     if flag == "--help":
         arguments.show, arguments.topic = "help", value
     elif flag == "--completion":
@@ -150,7 +155,7 @@ def _apply(arguments: Arguments, flag: str, value: str) -> Fault | None:
         fix = "leave it out, and start one run for each value"
         return Fault("sweep", (flag,), f"{flag}: one command is one run", fix)
     elif flag not in FLAGS:
-        return _unknown_flag(flag)
+        return _unknown_flag(flag, values)
     elif not value:
         fix = f"{flag} {FLAGS[flag]}"
         return Fault("missing-flag-value", (flag,), f"{flag} has no value", fix)
@@ -161,14 +166,18 @@ def _apply(arguments: Arguments, flag: str, value: str) -> Fault | None:
     return None
 
 
-def _unknown_flag(flag: str) -> Fault:
+def _unknown_flag(flag: str, values: Sequence[str]) -> Fault:
     name = flag.lstrip("-").replace("-", "_")
-    key = closest(name, group_names(), 0.8) or closest_key(name, leaves())
+    if other := advice(flag, values):
+        key, text = other
+        fix = f"options are written key=value: {text}" if key else text
+        return Fault("unknown-flag", (key or flag,), f"{flag} is not a flag", fix)
+    key = closest(name, group_names(), 0.8) or closest_key(name, leaves()) or ""
     similar = closest(flag, FLAGS, 0.7)
-    if similar and name != (key or "").rpartition(".")[2]:
+    if similar and name != key.rpartition(".")[2]:
         fix = f"did you mean {similar}?"
     elif key:
-        fix = f"options are written key=value: {key}=..."
+        fix = f"options are written key=value: {key}={' '.join(values) or '...'}"
     else:
         fix = f"options are written key=value; the flags are {', '.join(FLAGS)}"
     return Fault("unknown-flag", (key or flag,), f"{flag} is not a flag", fix)

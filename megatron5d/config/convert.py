@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron5d.config.errors import DATA_PARALLEL, ConfigError, Fault, closest, closest_key
 from megatron5d.config.key import Key
+from megatron5d.config.other_names import advice
 from megatron5d.config.plugins import CHOICES, load_plugins
 from megatron5d.config.schema import Config
 
@@ -148,6 +149,11 @@ def unknown_key(key: str) -> Fault:
     if similar:
         reason, fix = f"{key} is not a configuration group", f"did you mean {similar}=...?"
         return Fault("unknown-key", (similar,), reason, fix)
+    if other := advice(key):
+        similar, text = other
+        text = text.replace("=true", "").replace("=...", "")
+        fix = f"did you mean {text}?" if similar else text
+        return Fault("unknown-key", (similar or key,), reason, fix)
     similar = closest_key(key, leaves())
     siblings = [leaf for leaf in leaves() if leaf.startswith(group + ".")]
     if similar:

@@ -9,43 +9,6 @@ from typing import NoReturn
 
 REFUSED = 2  # exit code of a refused configuration
 
-# Key -> its names in other code bases.
-_OTHER_NAMES = {
-    "parallel.tp": "tensor tensor_parallel tensor_parallel_size tensor_parallel_degree "
-    "tensor_model_parallel_size",
-    "parallel.sp": "sequence_parallel",
-    "parallel.cp": "context context_parallel context_parallel_size context_parallel_degree",
-    "parallel.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size "
-    "pipeline_parallel_degree",
-    "parallel.ep": "expert expert_parallel expert_parallel_size expert_parallel_degree "
-    "expert_model_parallel_size",
-    "parallel.etp": "expert_tensor_parallel_size",
-    "parallel.zero": "zero_stage",
-    "train.gbs": "batch_size global_batch_size",
-    "train.mbs": "micro_batch_size",
-    "train.gbs_ramp": "rampup_batch_size step_batch_size_schedule",
-    "train.seq_len": "seq_length max_seq_len sequence_length",
-    "train.steps": "train_iters max_steps",
-    "optim.lr": "learning_rate",
-    "optim.schedule": "lr_decay_style",
-    "optim.warmup_steps": "lr_warmup_iters",
-    "optim.clip": "clip_grad max_norm",
-    "optim.eps": "adam_eps",
-    "data.train": "data_path",
-    "checkpoint.every": "save_interval",
-    "checkpoint.dir": "save",
-    "checkpoint.resume": "load",
-    "log.every": "log_interval",
-    "model.num_heads": "num_attention_heads",
-    "model.num_kv_heads": "num_query_groups num_key_value_heads",
-    "model.head_dim": "kv_channels",
-    "model.num_layers": "num_hidden_layers",
-    "model.ffn_hidden_size": "intermediate_size",
-    "model.max_positions": "max_position_embeddings",
-    "recompute.mode": "recompute_granularity",
-}
-ELSEWHERE = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
-
 # Names of dp in other code bases; here it follows from the number of ranks.
 DATA_PARALLEL = [
     "dp",
@@ -169,15 +132,12 @@ def closest(written: str, legal: Iterable[str], cutoff: float = 0.5) -> str | No
 
 
 def closest_key(written: str, legal: Iterable[str]) -> str | None:
-    """Key that was probably meant.
+    """Key that was probably meant: the same name in another group, or a misspelled one.
 
-    Another code base's name for it, the same name in another group, or a misspelled one.
+    The similarity must be high, because a wrong suggestion costs more than none.
     """
     keys = list(legal)
     name = written.rpartition(".")[2].replace("-", "_")
-    # the right name, in another code base or in another group
-    if ELSEWHERE.get(name) in keys:
-        return ELSEWHERE[name]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
     if same_name:
         return closest(written, same_name) or same_name[0]
@@ -185,9 +145,9 @@ def closest_key(written: str, legal: Iterable[str]) -> str | None:
     if "." in written:
         group = written[: written.rindex(".") + 1]
         siblings = [key.removeprefix(group) for key in keys if key.startswith(group)]
-        similar = closest(name, siblings, 0.6)
-        return group + similar if similar else closest(written, keys, 0.75)
-    similar = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.6)
+        similar = closest(name, siblings, 0.66)
+        return group + similar if similar else closest(written, keys, 0.85)
+    similar = closest(name, sorted({key.rpartition(".")[2] for key in keys}), 0.85)
     return next((key for key in keys if similar and key.rpartition(".")[2] == similar), None)
 
 

@@ -12,7 +12,7 @@ from architecture.source import FUNCTIONS, File, Source, is_standard
 
 # Counted in tokens, because a limit of lines is met by packing them. The total is raised only
 # together with a feature, which the commit names.
-MAX_PRODUCT_TOKENS = 422_000
+MAX_PRODUCT_TOKENS = 427_000
 MAX_FUNCTION_TOKENS = 350
 MAX_KERNEL_TOKENS = 950
 MAX_FILE_LINES = 500

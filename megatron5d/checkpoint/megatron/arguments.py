@@ -122,9 +122,7 @@ def model_config_from_args(
     if vocab_size > rows:
         unsupported.append(f"vocab_size = {vocab_size} exceeds the {rows} rows of the embedding")
     try:
-        fields = _fields(saved, unsupported)
-        if saved.get("num_experts"):
-            fields |= _moe_fields(saved, unsupported)
+        fields = model_fields(saved, unsupported)
         if not unsupported:
             fields |= {"name": "megatron", "vocab_size": vocab_size}
             return from_dict({"model": fields}).model
@@ -178,6 +176,16 @@ def training_notes(args: Namespace) -> list[str]:
         listed = ", ".join(f"{name} = {value}" for name, value in values.items())
         notes.append(f"not taken along, since training here has no counterpart: {listed}")
     return notes
+
+
+def model_fields(saved: _Args, unsupported: list[str]) -> Fields:
+    """Fields of ModelConfig that arguments describe, without the vocabulary.
+
+    Args:
+        unsupported: a line is appended for what our model does not compute.
+    """
+    fields = _fields(saved, unsupported)
+    return fields | _moe_fields(saved, unsupported) if saved.get("num_experts") else fields
 
 
 def _fields(saved: _Args, unsupported: list[str]) -> Fields:
