@@ -223,6 +223,9 @@ def _help_on(topic: str) -> str:
     matching = matching or [key for key in leaves() if re.search(pattern, key_lines(key).lower())]
     if not matching and (similar := closest_key(word, leaves())) is not None:
         matching = [similar]
+    if not matching and (other := advice(topic)) is not None:
+        key, text = other
+        return f"{topic}: {text}\n{key_lines(key) if key else ''}"
     return "".join(map(key_lines, matching)) or f"no key's description has the word {topic}\n"
 
 

@@ -25,7 +25,8 @@ def text_of(*words):
         ("optim.lr", ["optim.lr"]),
         ("tp", ["parallel.tp"]),
         ("warmup", ["optim.lr", "optim.warmup_steps"]),
-        ("--micro-batch-size", ["train.mbs"]),
+        ("--micro-batch-size", ["--micro-batch-size", "train.mbs"]),
+        ("--hidden-dropout", ["--hidden-dropout"]),
     ],
 )
 def test_help_on_a_word_lists_its_keys(topic, keys):
