@@ -57,6 +57,7 @@ def last_report_of_killed(directory, delay_s, background):
     return int(steps[-1]) if steps else 0
 
 
+@pytest.mark.slow
 def test_checkpoints_survive_two_hundred_kills(tmp_path):
     def incomplete():
         return [path for path in tmp_path.iterdir() if path.is_dir() and "." in path.name]

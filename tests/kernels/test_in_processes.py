@@ -78,16 +78,20 @@ def processes(place: str, left_out: tuple[str, ...], seconds: dict[str, int], ma
 
 EMULATES = shutil.which("g++") is not None
 LAST_ALONE = EMULATES and not tiers.NIGHTLY
-PROCESSES = processes("interpreter", ONLY_EMULATED, LAST if LAST_ALONE else INTERPRETED)
-COMPILER = pytest.mark.skipif(not EMULATES, reason="g++ builds the emulated GPU")
+# In the sample, too: the interpreter compiles nothing.
+SLOW = [] if tiers.SAMPLE else pytest.mark.slow
+PROCESSES = processes("interpreter", ONLY_EMULATED, LAST if LAST_ALONE else INTERPRETED, SLOW)
+COMPILER = (
+    pytest.mark.skipif(not EMULATES, reason="g++ builds the emulated GPU"),
+    pytest.mark.slow,
+)
 for emulated in ["sm_90", "sm_100"] + ["sm_80", "sm_120"] * tiers.NIGHTLY:
     seconds = EMULATED if tiers.NIGHTLY else LAST_EMULATED if emulated == "sm_90" else NOT_ALIKE
     PROCESSES += processes(emulated, NOT_EMULATED, seconds, COMPILER)
 if torch.cuda.is_available():
-    PROCESSES += processes("gpu", NOT_COMPILED + ONLY_EMULATED, EMULATED)
+    PROCESSES += processes("gpu", NOT_COMPILED + ONLY_EMULATED, EMULATED, pytest.mark.slow)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place, files", PROCESSES)
 def test_passes(place, files):

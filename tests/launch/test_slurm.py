@@ -90,6 +90,7 @@ def test_eight_ranks_on_four_nodes_give_the_loss_of_one_process(job, tmp_path):
     assert "8 ranks on node[1-4]" in job.output()
 
 
+@pytest.mark.slow
 def test_a_refused_configuration_is_the_jobs_exit_code(job):
     job.submit("parallel.tp=3")
     job.assert_ends_with(2)

@@ -249,6 +249,7 @@ def killed_at(number, source, out):
     return int(count or 0)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_ends_when_it_is_run_again(saved, tmp_path):
     """What was finished is kept, what was not is written anew, and no half checkpoint has a whole
     one's name."""

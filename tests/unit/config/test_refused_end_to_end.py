@@ -162,6 +162,7 @@ def test_wrong_variables_of_a_launcher_are_rejected(variables, reason, monkeypat
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_other_ranks_are_silent(folder):
     ended = pretrain(folder, "data.train=[corpus]", "train.gbs=3", rank=1, world=2)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")

@@ -168,6 +168,7 @@ def test_losses_are_compared_with_the_plain_path(monkeypatch):
     assert gpu_check._in_words(figures).startswith("right, differs by 0.0e+00; kernels ")
 
 
+@pytest.mark.slow
 def test_several_ranks_are_compared_with_one(tmp_path, monkeypatch):
     """On the CPU, where ranks need no GPU to share."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

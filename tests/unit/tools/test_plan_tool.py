@@ -26,6 +26,7 @@ def test_memory_of_every_pipeline_rank_as_json(capsys):
         assert sum(rank["bytes"].values()) == rank["needed"] > rank["allocated"] > rank["resident"]
 
 
+@pytest.mark.slow
 def test_plans_without_triton_are_those_with_it(capsys):
     """A laptop plans like the cluster: the meta device runs the same code around every kernel."""
     plans = [

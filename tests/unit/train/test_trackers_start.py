@@ -74,6 +74,7 @@ def whole_run(folder, *arguments, **variables):
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "variables", "said"),
     [
@@ -121,6 +122,7 @@ def test_trackers_that_cannot_start_end_no_run(mode, tmp_path, monkeypatch):
     assert ended.stderr.count("no room for it; training continues") == 2 + (mode == "online")
 
 
+@pytest.mark.slow
 def test_wandb_whose_server_does_not_answer_is_written_offline(tmp_path):
     away = {
         "WANDB_API_KEY": "a" * 40,
