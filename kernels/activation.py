@@ -51,6 +51,11 @@ def register_activation(kind: str, function: Callable[[Tensor], Tensor]) -> None
     _REGISTERED[kind] = function
 
 
+def _within(x: Tensor, low: float, high: float) -> Tensor:
+    """x between two limits, where its derivative is 1; that of `clamp` is 0 since torch 2.14."""
+    return torch.where(x > high, high, torch.where(x < low, low, x))
+
+
 def activation_reference(x: Tensor, kind: str, weights: Tensor | None = None) -> Tensor:
     """Computes `activate` in plain torch, rounded once."""
     approximate = "tanh" if kind.endswith("tanh") else "none"
@@ -62,7 +67,7 @@ def activation_reference(x: Tensor, kind: str, weights: Tensor | None = None) ->
     else:
         gate, up = wide.chunk(2, dim=-1)
         if kind == "swiglu_clamped":
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            gate, up = _within(gate, -torch.inf, 7.0), _within(up, -7.0, 7.0)
             y = gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
         else:
             y = (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * up
