@@ -16,15 +16,17 @@ from torch.autograd.function import FunctionMeta
 
 try:
     import triton.language as tl
-    from triton import jit
+    from triton import __version__, jit
     from triton.runtime.jit import KernelInterface
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
+    TRITON_VERSION = tuple(map(int, __version__.split(".")[:2]))
 except ImportError:
     from megatron5d.kernels.without_triton import KernelInterface, TensorDescriptor, jit, tl
 
     HAS_TRITON = False
+    TRITON_VERSION = (3, 6)  # what is planned for
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # that tensor-core kernels support

@@ -6,8 +6,9 @@ Tile shapes, warps and stages are data in `configs/<architecture>.json`, which
 first that fits is taken:
     {"attention_forward": [{"up_to": {"head_dim": 64}, "config": {"BLOCK_M": 128, ...}},
                            {"config": {...}}]}
-`up_to` gives upper bounds of shape keys; an entry without it fits everything. An architecture
-without a file uses the file of the newest older one of its vendor.
+`up_to` gives upper bounds of shape keys; an entry without it fits everything. With `"triton":
+"3.8"` an entry is for that version of the compiler and newer ones. An architecture without a file
+uses the file of the newest older one of its vendor.
 
 GEMMs load tiles of a matrix by a descriptor for the copy engine or, before Hopper, by aligned
 pointers. Without a copy engine Triton lowers a descriptor without knowing its shape and stride:
@@ -28,7 +29,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron5d.kernels.dispatch import PLANNED, KernelInterface, TensorDescriptor, jit, tl
+from megatron5d.kernels.dispatch import (
+    PLANNED,
+    TRITON_VERSION,
+    KernelInterface,
+    TensorDescriptor,
+    jit,
+    tl,
+)
 
 DIRECTORY = Path(__file__).parent / "configs"
 _WITHOUT_COPY_ENGINE = ("sm_80", "gfx942")
@@ -36,8 +44,28 @@ _WITHOUT_COPY_ENGINE = ("sm_80", "gfx942")
 
 @functools.cache
 def table(architecture: str) -> dict[str, list[dict]]:
-    """All entries of an architecture, by operation."""
-    return json.loads((DIRECTORY / f"{architecture}.json").read_text())
+    """Entries of an architecture for the compiler's version, by operation."""
+    every = json.loads((DIRECTORY / f"{architecture}.json").read_text())
+    return {operation: _of_version(entries) for operation, entries in every.items()}
+
+
+def _of_version(entries: list[dict]) -> list[dict]:
+    """Entries for the compiler's version, without those that one of a newer version replaces."""
+    selected: list[dict] = []
+    replaced = []
+    for entry in entries:
+        bounds = entry.get("up_to")
+        if is_since(entry.get("triton", "0")) and bounds not in replaced:
+            selected.append(entry)
+            if "triton" in entry:
+                replaced.append(bounds)
+    return selected
+
+
+@functools.cache
+def is_since(version: str) -> bool:
+    """Whether Triton has this version, such as 3.8, or a newer one."""
+    return tuple(map(int, version.split("."))) <= TRITON_VERSION
 
 
 @functools.cache
@@ -168,9 +196,9 @@ def needs_mma_barrier(device: torch.device) -> bool:
 
     There one thread starts an MMA, whose sums are in memory of the whole program. Triton 3.6 and
     3.7 let the next MMA overwrite sums that other warps have not read (triton-lang/triton, pull
-    request 10263, adds these barriers). The price is that copies no longer run ahead.
+    request 10263, adds these barriers to 3.8). The price is that copies no longer run ahead.
     """
-    return architecture(device) == "sm_100"
+    return architecture(device) == "sm_100" and not is_since("3.8")
 
 
 @jit

@@ -275,7 +275,7 @@ def write_entry(architecture: str, operation: str, present: dict, best: dict) ->
     path = tuning.DIRECTORY / f"{architecture}.json"
     table = json.loads(path.read_text())
     for entry in table[operation]:
-        if entry["config"] == present:
+        if entry["config"] == present and tuning.is_since(entry.get("triton", "0")):
             entry["config"] = best
     write_entries(path, table)
 

@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m kernel_lab.compile_gate
 
 A case fails if a kernel does not compile, takes more registers or shared memory than `budget.json`
-grants it, does not fit the target, lacks a promised instruction, spills, or waits for each GEMM
+grants it with this version of Triton, does not fit the target, lacks a promised instruction, spills, or waits for each GEMM
 before it starts the next: where the assembler cannot follow the accumulators, it inserts such waits
 with no more than a remark. (The budget contains spills and waits where measurements were faster
 with them.) It also fails if the assembler made a kernel wrong that casts to FP8, or if no case
@@ -31,11 +31,13 @@ from kernel_lab.interpreter_types import translate_faster
 from triton.runtime.cache import triton_key
 
 from megatron5d.kernels import tuning
+from megatron5d.kernels.dispatch import TRITON_VERSION
 
 Reports = dict[str, dict[str, dict]]
 """Case -> target -> report of `compile_case`, or an error."""
 PERFORMANCE = ("sm_90", "sm_100")  # targets whose speed is budgeted as well
-BUDGET = Path(__file__).with_name("budget.json")
+BUDGET = Path(__file__).with_name("budget.json")  # case -> target -> version of Triton -> limits
+VERSION = ".".join(map(str, TRITON_VERSION))
 DEFAULT_TARGETS = ("sm_80", "sm_90", "sm_100")
 # Modules that autograd Functions and the compiler would import in every child.
 _IMPORTED_LATE = ("torch._dynamo", "triton.experimental.gluon.nvidia.hopper")
@@ -91,7 +93,7 @@ def errors_of(name: str, target: str, report: dict, budget: dict) -> list[str]:
     """What is wrong with a case's report; empty if it passes."""
     if "error" in report:
         return [report["error"]]
-    limits = budget.get(name, {}).get(target)
+    limits = limits_of(budget, name, target)
     errors = [
         f"{launch['kernel']} ({launch['num_warps']} warps) {error}"
         for launch in report["launches"]
@@ -103,6 +105,13 @@ def errors_of(name: str, target: str, report: dict, budget: dict) -> list[str]:
         if not any(instruction in launch["instructions"] for launch in report["launches"]):
             errors.append(f"no kernel contains {instruction}, which the case promises")
     return errors
+
+
+def limits_of(budget: dict, name: str, target: str) -> dict | None:
+    """Limits of a case for the newest version of Triton that is not newer than the present one."""
+    rows = budget.get(name, {}).get(target, {})
+    versions = [version for version in rows if tuning.is_since(version)]
+    return rows[max(versions, key=lambda v: tuple(map(int, v.split("."))))] if versions else None
 
 
 def _launch_errors(launch: dict, target: str, limits: dict) -> list[str]:
@@ -183,12 +192,15 @@ def run_gate(cases: list[tuple[str, str]], limit_s: float, jobs: int) -> Reports
 
 
 def write_budget(reports: Reports) -> None:
-    """Grants every reported case what it takes now, and keeps entries of cases that did not run."""
+    """Grants every reported case what it takes now with this version of Triton, and keeps the rows
+    of others; a row that equals that of the version before is left out."""
     budget = json.loads(BUDGET.read_text())
     for name, by_target in reports.items():
         for target, report in by_target.items():
             if launches := report.get("launches"):
-                budget.setdefault(name, {})[target] = _granted(launches, target)
+                granted = _granted(launches, target)
+                if granted != limits_of(budget, name, target):
+                    budget.setdefault(name, {}).setdefault(target, {})[VERSION] = granted
     text = json.dumps({n: budget[n] for n in sorted(budget) if n in CASES}, indent=1)
     BUDGET.write_text(re.sub(r"\{[^{}]*\}", lambda row: " ".join(row[0].split()), text) + "\n")
 

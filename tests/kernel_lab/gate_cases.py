@@ -10,7 +10,7 @@ from kernel_lab.binary import BESIDE
 from torch import Tensor
 
 from megatron5d import kernels
-from megatron5d.kernels import activation, moe, routing
+from megatron5d.kernels import activation, moe, routing, tuning
 from megatron5d.kernels.embedding import accumulate_rows
 from megatron5d.kernels.fp8.gemm import fp8_matmul, grouped_matmul_fp8, grouped_weight_grad_fp8
 from megatron5d.kernels.fp8.norm_swiglu import (
@@ -266,6 +266,8 @@ ATTENTION_NIGHTLY = {
     "192-128-documents": (192, 128, DOCUMENTS),
 }
 AHEAD = {"64": (64, 64), "128": (128, 128), "192-128": (192, 128)}
+# Triton 3.8 has too few registers for it, and 3.9 orders the exponentials behind the GEMM.
+NOT_AHEAD = ("192-128",) if tuning.is_since("3.8") else ()
 
 
 def _attention_cases(table: dict, nightly: bool) -> dict[str, Case]:
@@ -286,7 +288,9 @@ CASES: dict[str, Case] = {
     # The forward alone, on Hopper: its exponentials are computed while the next GEMM runs.
     **{
         f"attention-ahead-{name}": Case(
-            partial(_attention_forward, *dims), {"sm_90": (BESIDE,)}, ALIKE
+            partial(_attention_forward, *dims),
+            {} if name in NOT_AHEAD else {"sm_90": (BESIDE,)},
+            ALIKE,
         )
         for name, dims in AHEAD.items()
     },

@@ -10,6 +10,7 @@ from kernel_lab.cross_entropy import exact_cross_entropy, sharded_cross_entropy
 
 from megatron5d import kernels
 from megatron5d.kernels import dispatch
+from megatron5d.kernels.activation import activation_reference
 from megatron5d.kernels.fp8.quantize_tensor import amax_of, quantize_tensor
 from megatron5d.kernels.moe import permutation, permute
 from megatron5d.kernels.tuning import readable
@@ -205,3 +206,12 @@ def test_one_scale_for_a_tensor_is_its_formula_bit_by_bit(dtype, odd):
         quantized = quantize_tensor(x, fp8)
         assert same_bits(quantized.values, expected.to(fp8))
         assert torch.equal(quantized.scales, scale.reshape(1, 1))
+
+
+def test_clamped_swiglu_has_its_derivative_at_its_limits():
+    """As in the kernel; that of `clamp` depends on the version of torch."""
+    at = torch.tensor([[7.0, 7.0], [7.0, -7.0]], dtype=torch.float64, requires_grad=True)
+    inside = (at.detach() * (1 - 1e-9)).requires_grad_()
+    for x in (at, inside):
+        activation_reference(x, "swiglu_clamped").sum().backward()
+    assert torch.allclose(at.grad, inside.grad) and torch.all(at.grad != 0)

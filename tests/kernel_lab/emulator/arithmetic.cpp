@@ -26,8 +26,14 @@ T rounded(float x) {
   else return T(x);
 }
 
-std::unordered_map<std::string, Execute>& table() {
-  static std::unordered_map<std::string, Execute> instance;
+struct Entry {
+  Execute execute;
+  size_t args = 0;  // its operands, the result included; 0 = as many as there are
+  Entry(Execute execute = nullptr, size_t args = 0) : execute(execute), args(args) {}
+};
+
+std::unordered_map<std::string, Entry>& table() {
+  static std::unordered_map<std::string, Entry> instance;
   return instance;
 }
 
@@ -73,22 +79,22 @@ template <>
 const char* const NAME<bf16> = "bf16";
 
 template <class T>
-void name(const std::string& operation, Execute execute) {
+void name(const std::string& operation, Entry entry) {
   std::string type = NAME<T>;
-  table()[operation + "." + type] = execute;
-  if (type[0] == 'u') table()[operation + ".b" + type.substr(1)] = execute;  // bits
+  table()[operation + "." + type] = entry;
+  if (type[0] == 'u') table()[operation + ".b" + type.substr(1)] = entry;  // bits
 }
 template <class F, class... Ts>
 void unary(const char* op) {
-  (name<Ts>(op, one<F, Ts, Ts>), ...);
+  (name<Ts>(op, {one<F, Ts, Ts>, 2}), ...);
 }
 template <class F, class... Ts>
 void binary(const char* op) {
-  (name<Ts>(op, two<F, Ts, Ts>), ...);
+  (name<Ts>(op, {two<F, Ts, Ts>, 3}), ...);
 }
 template <class F, class... Ts>
 void ternary(const char* op) {
-  (name<Ts>(op, three<F, Ts, Ts>), ...);
+  (name<Ts>(op, {three<F, Ts, Ts>, 4}), ...);
 }
 
 #define OPERATION(NAME, BODY, ...)       \
@@ -147,6 +153,13 @@ struct MinFloat {
     return a < b ? x : y;
   }
 };
+template <class F>
+struct OfThree {
+  template <class T>
+  T operator()(T a, T b, T c) const {
+    return F()(F()(a, b), c);
+  }
+};
 struct MinMagnitude {  // of the smaller magnitude, negative where one of the two is
   float operator()(float a, float b) const {
     if (a != a || b != b) return NAN;
@@ -193,20 +206,27 @@ void wide(Warp& w, const Instruction& i, uint32_t mask) {
     d[l] = raw<D>(product);
   });
 }
-template <class F, int BITS>
-void packed(Warp& w, const Instruction& i, uint32_t mask) {  // of two bf16, or of two float
+template <class F, class T>
+void packed(Warp& w, const Instruction& i, uint32_t mask) {  // of two elements
+  constexpr int BITS = 8 * sizeof(T);
   lanes(mask, [&](int l) {
     uint64_t result = 0;
     for (int half = 0; half < 2; ++half) {
       float x[3] = {};
-      for (size_t n = 1; n < i.args.size(); ++n) {
-        uint64_t bits = reg(w, i, int(n))[l] >> (BITS* half);
-        x[n - 1] = BITS == 16 ? from_bf16(uint16_t(bits)) : as<float>(bits);
-      }
-      float y = F()(x[0], x[1], x[2]);
-      result |= (BITS == 16 ? uint64_t(to_bf16(y)) : raw(y)) << (BITS * half);
+      for (size_t n = 1; n < i.args.size(); ++n) x[n - 1] = as<T>(reg(w, i, int(n))[l] >> (BITS * half));
+      result |= uint64_t(raw(rounded<T>(F()(x[0], x[1], x[2])))) << (BITS * half);
     }
     reg(w, i, 0)[l] = result;
+  });
+}
+template <class F, class T>
+void mixed(Warp& w, const Instruction& i, uint32_t mask) {  // float, with the last operand float, too
+  lanes(mask, [&](int l) {
+    float x[3] = {};
+    size_t last = i.args.size() - 1;
+    for (size_t n = 1; n < last; ++n) x[n - 1] = as<T>(reg(w, i, int(n))[l]);
+    x[last - 1] = as<float>(reg(w, i, int(last))[l]);
+    reg(w, i, 0)[l] = raw(F()(x[0], x[1], x[2]));
   });
 }
 struct Plus {
@@ -230,7 +250,9 @@ struct Smaller {
 
 template <class F>
 void both(const std::string& op) {
-  table()[op + ".bf16x2"] = packed<F, 16>, table()[op + ".f32x2"] = packed<F, 32>;
+  table()[op + ".bf16x2"] = packed<F, bf16>, table()[op + ".f16x2"] = packed<F, f16>;
+  table()[op + ".f32x2"] = packed<F, float>;
+  table()[op + ".f32.bf16"] = mixed<F, bf16>, table()[op + ".f32.f16"] = mixed<F, f16>;
 }
 
 template <class T, class F>
@@ -319,6 +341,8 @@ void fill() {
   binary<MaxOrZero, int32_t>("max.relu"), binary<MinOrZero, int32_t>("min.relu");
   binary<MaxFloat<false>, float, bf16, f16>("max"), binary<MinFloat<false>, float, bf16, f16>("min");
   binary<MaxFloat<true>, float, bf16, f16>("max.NaN"), binary<MinFloat<true>, float, bf16, f16>("min.NaN");
+  ternary<OfThree<MaxFloat<false>>, float>("max.3"), ternary<OfThree<MinFloat<false>>, float>("min.3");
+  ternary<OfThree<MaxFloat<true>>, float>("max.3.NaN"), ternary<OfThree<MinFloat<true>>, float>("min.3.NaN");
   binary<MinMagnitude, float>("min.NaN.xorsign.abs");
   ternary<Fma, FLOATS, bf16, f16>("fma");
   unary<Exp2, float, f16>("ex2"), unary<Log2, float>("lg2"), unary<Sqrt, FLOATS>("sqrt"), unary<Rsqrt, FLOATS>("rsqrt");
@@ -361,11 +385,12 @@ bool arithmetic(const std::string& opcode, Instruction& i) {
     i.execute = same;
     return true;
   }
+  if ((parts[0] == "max" || parts[0] == "min") && i.args.size() == 4) parts[0] += ".3";
   for (const auto& part : parts)  // subnormals are kept, and rounding is exact
     if (part != "ftz" && part != "rn" && part != "approx" && part != "full") plain += (plain.empty() ? "" : ".") + part;
   auto found = table().find(plain);
-  if (found == table().end()) return false;
-  i.execute = found->second;
+  if (found == table().end() || (found->second.args && found->second.args != i.args.size())) return false;
+  i.execute = found->second.execute;
   return true;
 }
 
