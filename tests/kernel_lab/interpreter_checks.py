@@ -24,9 +24,14 @@ _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _POISON = {8: 0x7F, 16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}
 
 
+def _boolean(mask: TensorHandle) -> TensorHandle:
+    """The mask as Triton 3.9 requires it: the interpreter turns the condition of a block and of a
+    scalar into integers."""
+    return TensorHandle(np.asarray(mask.data, bool), tl.int1)
+
+
 def _check(pointers: TensorHandle, mask: TensorHandle, what: str) -> None:
-    # The interpreter turns the condition of a block and of a scalar into integers.
-    masked = np.asarray(mask.data, bool)
+    masked = mask.data
     live = pointers.data.reshape(-1)
     if not masked.all():
         live = pointers.data[np.broadcast_to(masked, pointers.data.shape)]
@@ -86,6 +91,7 @@ def _checked_call(original):
 
 def _checked_load(original):
     def load(self, pointers, mask, other, *hints, **named):
+        mask = _boolean(mask)
         _check(pointers, mask, "load")
         # The frontend drops a scalar load's `other` if it is zero, because an interpreted scalar
         # has a truth value.
@@ -100,9 +106,10 @@ def _checked_write(original, what: str):
     """Checks (pointers, value, mask, …) of a store, or (operation, pointers, …) of an atomic."""
 
     def write(self, *args):
-        pointers, _, mask = args[1:4] if what == "atomic" else args[:3]
-        _check(pointers, mask, what)
-        return original(self, *args)
+        at = 3 if what == "atomic" else 2
+        mask = _boolean(args[at])
+        _check(args[at - 2], mask, what)
+        return original(self, *args[:at], mask, *args[at + 1 :])
 
     return write
 

@@ -1,6 +1,8 @@
 // Runs a program over a grid; the functions that Python calls.
 #include "machine.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdio>
 
@@ -166,6 +168,17 @@ int tell(const std::exception& error, char* message, int room) {
   return 1;
 }
 
+
+// A copy at an address of 32 bits, which is what Triton 3.9 takes those of parameters for.
+const uint8_t* at_low_address(const void* parameters, size_t bytes) {
+  constexpr size_t ROOM = 1 << 16;
+  static void* memory = mmap(reinterpret_cast<void*>(1ul << 28), ROOM, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED || reinterpret_cast<uint64_t>(memory) >> 32 || bytes > ROOM)
+    throw Fault("no memory for parameters below 4 GiB");
+  std::memcpy(memory, parameters, bytes);
+  return static_cast<const uint8_t*>(memory);
+}
 }  // namespace
 }  // namespace ptx
 
@@ -197,10 +210,11 @@ int ptx_launch(void* program, const uint32_t* grid, uint32_t threads, uint32_t s
                      threads,
                      shared,
                      seed,
-                     static_cast<const uint8_t*>(parameters),
+                     nullptr,
                      {}};
   for (int n = 0; n < count; ++n) launch.ranges.emplace_back(ranges[2 * n], ranges[2 * n + 1]);
   try {
+    launch.parameters = ptx::at_low_address(parameters, launch.program->parameter_bytes);
     ptx::run_grid(launch);
   } catch (const std::exception& error) { return ptx::tell(error, message, room); }
   *steps = launch.steps;
