@@ -88,7 +88,10 @@ PLANTS = [
         *(0, raises, ("megatron5d.train.monitoring.report.JsonLines", KeyError("a bug")), [LOG]),
         "in planted(?s:.)*KeyError: 'a bug'",
     ),
-    (0, raises, ("megatron5d.planning.time.predict.expected_bubble",), ["parallel.pp=2"]),
+    (
+        *(0, raises, ("megatron5d.planning.time.predict.expected_bubble",)),
+        ["parallel.pp=2", "pipeline.flops_per_byte=20"],
+    ),
     (1, raises, ("megatron5d.train.data.open_samples",), []),
     (1, raises, ("megatron5d.checkpoint.hf.safetensors_folder.safe_open",), [HF]),
     (

@@ -18,6 +18,7 @@ from megatron5d.optim import muon
 from megatron5d.optim.muon import orthogonalize
 from megatron5d.optim.optimizer import build_optimizer
 from megatron5d.optim.sharded_state import uses_muon
+from megatron5d.parity.inputs import Rows
 from megatron5d.parity.run import short_run
 from megatron5d.topology.axis import Axis
 from megatron5d.topology.mesh import build_mesh
@@ -195,7 +196,7 @@ def test_slices_of_any_zero_stage_give_the_same_bits():
     for zero in (1, 2, 3):
         config = config_of("llama_gqa", gbs=2, zero=zero, optim={"name": "muon"})
         config = replace(config, precision=PrecisionConfig("bf16", master_weights=False))
-        weights.append(short_run(config, 2, make_rows(config, 2), 2)[0].weights[-1])
+        weights.append(short_run(config, 2, Rows(make_rows(config, 2)), 2)[0].weights[-1])
     for stage in weights[1:]:
         for (name, _, expected), (_, _, weight) in zip(weights[0], stage, strict=True):
             assert torch.equal(expected, weight), name
