@@ -234,6 +234,11 @@ class Group(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (c10d calls it)
         return NAME
 
+    @property
+    def group_name(self) -> str:
+        """Name by which torch 2.15 sorts the messages of a schedule."""
+        return f"{self.name}{self.ranks}"
+
     def _get_backend(self, device: torch.device) -> Group:
         return self  # `batch_isend_irecv` asks it whether messages coalesce
 
