@@ -272,8 +272,9 @@ class _Overrides:
 
         Without any choice of a model, the folder of the initial weights also describes it.
         """
-        chosen = any(text.startswith(("model=", "experiment=")) for text in self.accepted)
-        for group in ("model", *([] if chosen or self.name != "pretrain" else ["init"])):
+        names_model = any(text.startswith(("model=", "experiment=")) for text in self.accepted)
+        groups = ["model"] if names_model or self.name != "pretrain" else ["model", "init"]
+        for group in groups:
             for name in readers:
                 folder = _get(data, f"{group}.{name}")
                 if isinstance(folder, str):

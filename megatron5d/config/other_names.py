@@ -22,31 +22,31 @@ class OtherName:
     section: str
     names: tuple[str, ...]  # as `normalized`; globs for families of flags
     default: str
-    here: str
+    ours: str  # what it is here, as other_names.txt writes it
     note: str
 
     @property
     def kind(self) -> str:
         """`always`, `no`, or `key` if it is a key here."""
-        word = self.here.partition(" ")[0]
+        word = self.ours.partition(" ")[0]
         return word if word in (ALWAYS, NOT_HERE) else "key"
 
     def allows(self, values: Sequence[str]) -> bool:
         """Whether our program does what this name asks for, though it has no key for it."""
-        return self.kind == ALWAYS or not {*values}.isdisjoint(self.here.split()[1:])
+        return self.kind == ALWAYS or not {*values}.isdisjoint(self.ours.split()[1:])
 
     def assignments(self, values: Sequence[str]) -> dict[str, str | None]:
         """Our keys with their values; None where a value is computed, missing or not here."""
         if self.kind != "key":
             return {}
-        key, colon, pairs = self.here.partition(": ")
+        key, colon, pairs = self.ours.partition(": ")
         if colon:
             ours = dict(pair.rsplit("=", 1) for pair in pairs.split())
             ours |= {value: value for value in ours.values()}
             mapped = [ours.get(value) for value in values]
             return {key: _joined(list(filter(None, mapped))) if values and all(mapped) else None}
         result: dict[str, str | None] = {}
-        for word in self.here.split():
+        for word in self.ours.split():
             key, _, constant = word.partition("=")
             if constant == "[*]":
                 result[key] = f"[{','.join(values)}]"
@@ -75,9 +75,9 @@ def table() -> tuple[OtherName, ...]:
             source, section = line[3:].split(": ")
         elif line and not line.startswith("#"):
             columns = line.replace("\\|", "\0").split("|")
-            names, default, here, note = (text.strip().replace("\0", "|") for text in columns)
+            names, default, ours, note = (text.strip().replace("\0", "|") for text in columns)
             words = tuple(map(normalized, names.split()))
-            rows.append(OtherName(source, section, words, default, here, note))
+            rows.append(OtherName(source, section, words, default, ours, note))
     return tuple(rows)
 
 
@@ -114,6 +114,6 @@ def advice(written: str, values: Sequence[str] = ()) -> tuple[str, str] | None:
         return "", f"leave it out: {'' if allowed else 'not here; '}{row.note}"
     assignments = row.assignments(values)
     text = " ".join(f"{key}={value or '...'}" for key, value in assignments.items())
-    if None in assignments.values() and row.note and (values or "?" in row.here):
+    if None in assignments.values() and row.note and (values or "?" in row.ours):
         text += f" ({row.note})"
     return next(iter(assignments)), text

@@ -88,7 +88,7 @@ class AttentionCounts:
     """Arithmetic of one kind of attention, functions of the architecture."""
 
     matrices: Callable[[ModelConfig], int]  # elements of one layer's projections
-    vectors: Callable[[ModelConfig], int]  # elements of biases and norms of its own
+    vectors: Callable[[ModelConfig], int]  # elements of its biases and norms
     core: Callable[[ModelConfig], int]  # multiply-adds of a query with a key and its value
 
 

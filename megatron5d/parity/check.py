@@ -105,11 +105,11 @@ def compare(config: Config, options: argparse.Namespace) -> int:
 
 
 def _num_steps(config: Config, options: argparse.Namespace) -> int:
-    """Steps of the check, so many more than by default as data.skip_steps skips."""
-    skipped, steps, made = set(left_out_steps(config, 0)), 0, 0
-    while made < STEPS[options.precision] and steps < MAX_STEPS and not options.steps:
+    """Steps of the check: the default number, plus those that data.skip_steps skips."""
+    skipped, steps, num_trained = set(left_out_steps(config, 0)), 0, 0
+    while num_trained < STEPS[options.precision] and steps < MAX_STEPS and not options.steps:
         steps += 1
-        made += steps not in skipped
+        num_trained += steps not in skipped
     steps = options.steps or steps
     if skipped.issuperset(range(1, steps + 1)):
         raise ValueError(f"data.skip_steps skips all {steps} steps of the check; raise --steps")

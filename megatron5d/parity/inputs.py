@@ -112,8 +112,8 @@ def with_gaps(config: Config, rows: Tensor, steps: int) -> Tensor:
     A run of one step, or of one sequence a step, keeps its rows as they are.
     """
     rows, length = rows.clone(), rows.shape[1]
-    made = list(sample_ranges(config, steps).values())
-    if len(made) > 1 and len(last := made[-1]) > 1:
+    ranges = list(sample_ranges(config, steps).values())
+    if len(ranges) > 1 and len(last := ranges[-1]) > 1:
         gap = slice(length // 4, length // 2)
         rows[last.start : last.stop : 2, gap] = rows[last.stop - 1] = IGNORED
     return rows

@@ -355,7 +355,7 @@ def advance(progress: Progress, result: StepResult, samples: StepSamples, in_a_r
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0 = never) happens after this one."""
+    """Whether what happens every `every` steps (0 = never) happens after this one."""
     return every > 0 and step % every == 0
 
 

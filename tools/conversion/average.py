@@ -123,8 +123,8 @@ def _steps(sources: list[_Source]) -> list[float]:
 
 
 def _folders(paths: list[Path], last: int | None) -> list[Path]:
-    """Each path that is a Hugging Face folder, the newest complete checkpoint of each other one, or
-    the last ones of a single directory."""
+    """Folders to average: Hugging Face folders as they are, of other paths the newest complete
+    checkpoint; with `last` the last ones of a single directory."""
     if last is None:
         return [
             path if (path / "config.json").is_file() else resolve_checkpoint(path, "PATH")

@@ -13,7 +13,7 @@ from megatron5d.config.other_names import ALWAYS, NOT_HERE, OtherName, find_name
 from megatron5d.tools.conversion.job_script import JobScript
 from megatron5d.tools.conversion.megatron_flags import add_computed
 
-Given = dict[str, list[str]]  # normalized names -> values
+FlagValues = dict[str, list[str]]  # normalized names -> values
 WIDTH = 96
 _OF_OUR_SCRIPT = re.compile(
     "--(ntasks|cpus-per-task|signal|requeue|output|error|open-mode|job-name)"
@@ -24,7 +24,7 @@ def flags(args: Namespace) -> None:
     """Prints our command line, after comments about what differs.
 
     Raises:
-        ValueError: nothing is known of what is given.
+        ValueError: no word is a flag of another code base.
     """
     script, words, text = JobScript(), list(args.words), ""
     if len(words) == 1 and not words[0].startswith("-"):
@@ -34,50 +34,52 @@ def flags(args: Namespace) -> None:
             raise ValueError(f"{words[0]}: no statement starts pretrain_*.py")
     else:
         script.start(words)
-    given = _given(script.arguments or words)
-    known = Counter(row.source for row in map(find_name, given) if row)
+    flag_values = _flag_values(script.arguments or words)
+    known = Counter(row.source for row in map(find_name, flag_values) if row)
     if not known:
         raise ValueError("these words have no flag of another code base")
-    translation = Translation(given, known.most_common(1)[0][0])
+    translation = Translation(flag_values, known.most_common(1)[0][0])
     sbatch = [o for o in re.findall(r"(?m)^#SBATCH\s+(\S+)", text) if not _OF_OUR_SCRIPT.match(o)]
     comments = [*(f"under a condition, left out: {line}" for line in script.conditional)]
     comments += translation.comments()
     print("\n".join([*(f"# {line}" for line in comments), *translation.lines(script, sbatch)]))
 
 
-def _given(words: Sequence[str]) -> Given:
-    given: Given = {}
+def _flag_values(words: Sequence[str]) -> FlagValues:
+    flag_values: FlagValues = {}
     name = ""
     for word in words:
         if re.match(r"--?[A-Za-z_]", word):
             flag, equals, value = word.partition("=")
             name = normalized(flag)
-            given[name] = [value] if equals else []
+            flag_values[name] = [value] if equals else []
         elif name:
-            given[name].append(word)
-    return given
+            flag_values[name].append(word)
+    return flag_values
 
 
 class Translation:
     """Our keys for flags of another code base, and remarks about all others."""
 
-    def __init__(self, given: Given, source: str) -> None:
-        self.given, self.source = given, source
+    def __init__(self, flag_values: FlagValues, source: str) -> None:
+        self.flag_values, self.source = flag_values, source
         self.ours: dict[str, str] = {}
         self.explicit: set[str] = set()  # keys that a flag sets
         self.remarks: dict[str, list[str]] = {}  # remark -> flags that it concerns
         self.unneeded: list[str] = []
         self._missing: dict[str, str] = {}  # keys that are computed, or have no value -> flag
         # the table has a flag before those that refine it
-        order = {row: place for place, row in enumerate(table())}
-        rows = [(find_name(name, source), name) for name in given]
+        order = {row: line for line, row in enumerate(table())}
+        rows = [(find_name(name, source), name) for name in flag_values]
         for row, name in sorted(rows, key=lambda pair: order.get(pair[0], -1)):  # type: ignore
-            self._apply(row, name, given[name])
+            self._apply(row, name, flag_values[name])
         for row in table():
             if row.source == source and row.default:
                 self._apply_default(row)
         if source == "megatron":
-            self.remarks |= {text: [] for text in add_computed(given, self.ours, self.explicit)}
+            self.remarks |= {
+                text: [] for text in add_computed(flag_values, self.ours, self.explicit)
+            }
         for key, shown in self._missing.items():
             if key not in self.ours:
                 self.remarks.setdefault(f"{key} is not set", []).append(shown)
@@ -98,7 +100,7 @@ class Translation:
         elif row.kind == NOT_HERE:
             self.remarks.setdefault(f"not here; {row.note}", []).append(shown)
         for key, value in row.assignments(values).items():
-            if value is None and ": " in row.here:
+            if value is None and ": " in row.ours:
                 self.remarks.setdefault(f"no such {key}; {row.note}", []).append(shown)
             elif value is None:
                 self._missing[key] = f"{shown} ({row.note})"
@@ -111,8 +113,8 @@ class Translation:
         """Applies what the absence of a flag means there."""
         default, _, condition = row.default.partition(" if ")
         name, _, value = condition.partition("=")
-        values = self.given.get(normalized(name), None if name else [])
-        if values is None or any(normalized(name) in self.given for name in row.names):
+        values = self.flag_values.get(normalized(name), None if name else [])
+        if values is None or any(normalized(name) in self.flag_values for name in row.names):
             return
         if value in ("", *values):
             if "=" in default:
@@ -132,7 +134,7 @@ class Translation:
 
     def lines(self, script: JobScript, sbatch: list[str]) -> list[str]:
         """The command, a group of keys a line, begun as the job is."""
-        order = {key: place for place, key in enumerate(leaves())}
+        order = {key: position for position, key in enumerate(leaves())}
         ours = sorted(self.ours.items(), key=lambda item: order[item[0]])
         torchrun = re.search(r"\btorch(run|\.distributed\.run) .*", " ".join(script.launcher))
         start = torchrun[0].replace(".distributed.", "") if torchrun else "python"

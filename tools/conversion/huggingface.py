@@ -88,8 +88,8 @@ def to_hf(args: Namespace) -> None:
     folder = resolve_checkpoint(args.checkpoint, "--checkpoint")
     run, config = read_record(folder), saved_config(folder)
     if args.tokenizer:
-        asked = replace(config, data=DataConfig(tokenizer=str(args.tokenizer)))
-        for line in tokenizer_differences(asked, config):
+        with_tokenizer = replace(config, data=DataConfig(tokenizer=str(args.tokenizer)))
+        for line in tokenizer_differences(with_tokenizer, config):
             print(f"{folder}: {line}", file=sys.stderr)
     # files appear together at the end, so that no half-written folder is loaded
     with staged(args.out, check_no_model_files) as staging:

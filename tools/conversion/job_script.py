@@ -93,8 +93,8 @@ class JobScript:
 
     def expanded(self, word: str, split: bool = True) -> list[str]:
         """Words that the shell makes of one."""
-        whole = re.fullmatch(r'"?\$\{?(\w+|@)(?:\[[@*]\])?\}?"?', word)
-        values = self.variables.get(whole[1]) if whole else None
+        variable = re.fullmatch(r'"?\$\{?(\w+|@)(?:\[[@*]\])?\}?"?', word)
+        values = self.variables.get(variable[1]) if variable else None
         if values is not None and split:
             # an element may hold an option and its value
             quoted = word.startswith('"')

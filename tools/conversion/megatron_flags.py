@@ -13,18 +13,18 @@ _PATHS = {"data_path", "valid_data_path", "data_cache_path", "save", "load", "te
 
 
 def add_computed(
-    given: Mapping[str, Sequence[str]], ours: Ours, explicit: set[str]
+    flag_values: Mapping[str, Sequence[str]], ours: Ours, explicit: set[str]
 ) -> Iterator[str]:
     """Adds what several flags decide together; gives remarks about what differs.
 
     Args:
-        given: values by normalized flag.
+        flag_values: values by normalized flag.
         ours: values of our keys, where `explicit` ones are those that a flag sets.
     """
     values: Values = {
-        name: _typed(words) for name, words in given.items() if "$" not in " ".join(words)
+        name: _typed(words) for name, words in flag_values.items() if "$" not in " ".join(words)
     }
-    if unassigned := [name for name in given if name not in values and name not in _PATHS]:
+    if unassigned := [name for name in flag_values if name not in values and name not in _PATHS]:
         yield f"not assigned in the script, and not in what is computed: {' '.join(unassigned)}"
     for name in [name for name in values if name.startswith("no_") and values[name] is True]:
         values[name[3:]] = False
@@ -36,9 +36,9 @@ def add_computed(
     yield from _add_steps(values, ours)
     _add_layout(values, ours)
     for name, key in (("data_path", "data.train"), ("valid_data_path", "data.valid")):
-        if name in given:
-            ours[key] = _blend(given[name])
-    if given.get("load") == given.get("save"):
+        if name in flag_values:
+            ours[key] = _blend(flag_values[name])
+    if flag_values.get("load") == flag_values.get("save"):
         ours["checkpoint.resume"] = "auto"
     if values.get("moe_router_enable_expert_bias"):
         kinds = ours.get("moe.balance", "none").strip("[]")

@@ -26,23 +26,23 @@ def draw_ring(pieces: Sequence[Sequence[tuple[float, float]]]) -> str:
     """
     size, radius = len(pieces), 84.0
     center = (150.0, 150.0)
-    places = [
+    points = [
         (
             center[0] + radius * sin(2 * pi * rank / size),
             center[1] - radius * cos(2 * pi * rank / size),
         )
         for rank in range(size)
     ]
-    styles = [_path_keyframes(rank, places) for rank in range(size)]
+    styles = [_path_keyframes(rank, points) for rank in range(size)]
     elements = [
         text_at(10, 20, "the ring: keys and values move on", 13, INK),
         f'<circle cx="{center[0]}" cy="{center[1]}" r="{radius}" fill="none" stroke="#d4dae0" '
         'stroke-width="2"/>',
-        *(_ring_rank(rank, place) for rank, place in enumerate(places)),
+        *(_ring_rank(rank, point) for rank, point in enumerate(points)),
         *_ring_table(size, 320.0),
         *_chunks(pieces, 320.0, 232.0),
     ]
-    for rank, (x, y) in enumerate(places):
+    for rank, (x, y) in enumerate(points):
         elements.append(
             f'<circle class="kv kv{rank}" cx="{x:.1f}" cy="{y + 14:.1f}" r="9" '
             f'fill="{RING_COLORS[rank]}" stroke="#ffffff" stroke-width="2"/>'
@@ -57,8 +57,8 @@ def draw_ring(pieces: Sequence[Sequence[tuple[float, float]]]) -> str:
     return svg_of(760, 290, [_style([*styles, hop], [*moving, *columns]), *elements])
 
 
-def _ring_rank(rank: int, place: Point) -> str:
-    x, y = place
+def _ring_rank(rank: int, point: Point) -> str:
+    x, y = point
     return (
         f'<rect x="{x - 30:.1f}" y="{y - 26:.1f}" width="60" height="56" rx="7" fill="#e8eef5" '
         f'stroke="{COLORS["cp"]}" stroke-width="1.5"/>'
@@ -66,15 +66,15 @@ def _ring_rank(rank: int, place: Point) -> str:
     )
 
 
-def _path_keyframes(rank: int, places: Sequence[Point]) -> str:
+def _path_keyframes(rank: int, points: Sequence[Point]) -> str:
     """Keyframes of the keys and values of a rank: half of each hop is rest, half is travel."""
-    size, frames = len(places), list[str]()
-    start_x, start_y = places[rank]
+    size, frames = len(points), list[str]()
+    start_x, start_y = points[rank]
     for hop in range(size):
-        x, y = places[(rank + hop) % size]
+        x, y = points[(rank + hop) % size]
         shift = f"transform: translate({x - start_x:.1f}px, {y - start_y:.1f}px)"
-        begin, rest = 100 * hop / size, 100 * (hop + 0.55) / size
-        frames.append(f"{begin:.2f}%, {rest:.2f}% {{ {shift}; opacity: 1; }}")
+        begin, departure = 100 * hop / size, 100 * (hop + 0.55) / size
+        frames.append(f"{begin:.2f}%, {departure:.2f}% {{ {shift}; opacity: 1; }}")
     frames.append(f"99% {{ {shift}; opacity: 0; }} 100% {{ transform: none; opacity: 0; }}")
     return f"@keyframes kv{rank} {{ {' '.join(frames)} }}"
 

@@ -71,10 +71,10 @@ def _unit_record(unit: Unit, sharding: Sharding) -> dict[str, Any]:
     a step, a pass after another one of the same layers finds some of them.
     """
     backward = sorted(unit.passes["B"].steps, key=lambda step: step.kind != "recompute")
-    again = sum(step.kind == "recompute" for step in backward)
+    num_recomputed = sum(step.kind == "recompute" for step in backward)
     return {
         "F": unit.passes["F"].steps,
-        "B": [*backward[:again], *backward[again:][::-1]],
+        "B": [*backward[:num_recomputed], *backward[num_recomputed:][::-1]],
         "zero": {op: _messages(sharding.sent_in_pass([unit], op)) for op in "FB"},
     }
 

@@ -26,21 +26,21 @@ def log_folder_faults(config: Config, world: int) -> list[Fault]:
         previous = from_yaml(file.read_text())
     except (OSError, ValueError, YAMLError):
         return []  # there is none, or nothing in it could be lost
-    place = _place_of_checkpoints(config)
-    if previous == config or place is not None and place == _place_of_checkpoints(previous):
+    directory = _relative_checkpoints(config)
+    if previous == config or directory is not None and directory == _relative_checkpoints(previous):
         return []
     key = "checkpoint.dir"
     if previous.checkpoint.dir == config.checkpoint.dir:
         key = next(key for key in leaves() if value_of(config, key) != value_of(previous, key))
-    saved, got = (spelled(value_of(run, key)) for run in (previous, config))
-    reason = f"log.dir={folder} holds another run: {file} has {key} = {saved} (got {got})"
+    saved, current = (spelled(value_of(run, key)) for run in (previous, config))
+    reason = f"log.dir={folder} holds another run: {file} has {key} = {saved} (got {current})"
     fix = f"log.dir={_unused(folder)}"
     if previous.checkpoint.dir is not None:
         fix += f", or checkpoint.dir={previous.checkpoint.dir} to continue that run"
     return [Fault("log-dir-is-free", ("log.dir",), reason, fix, True)]
 
 
-def _place_of_checkpoints(config: Config) -> str | None:
+def _relative_checkpoints(config: Config) -> str | None:
     """checkpoint.dir as seen from log.dir, which a moved folder and another spelling keep."""
     folder, log = config.checkpoint.dir, config.log.dir
     return folder and os.path.relpath(os.path.realpath(folder), os.path.realpath(log or "."))

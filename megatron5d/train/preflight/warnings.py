@@ -179,15 +179,15 @@ def as_released(config: Config) -> list[str]:
     settings = read_hf_config(folder)
     dtype = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
     length = settings.get("max_position_embeddings")
-    own = {}
+    released = {}
     if dtype == "bfloat16" and config.precision.dtype != "bf16":
-        own["precision.dtype"] = "bf16"
+        released["precision.dtype"] = "bf16"
     if isinstance(length, int) and config.train.seq_len == default_of("train.seq_len") < length:
-        own["train.seq_len"] = str(length)
-    if not own:
+        released["train.seq_len"] = str(length)
+    if not released:
         return []
-    current = ", ".join(f"{key}={value_of(config, key)}" for key in own)
-    overrides = " ".join(f"{key}={value}" for key, value in own.items())
+    current = ", ".join(f"{key}={value_of(config, key)}" for key in released)
+    overrides = " ".join(f"{key}={value}" for key, value in released.items())
     return [f"trains {folder} with {current}; as it was released: {overrides}"]
 
 

@@ -18,10 +18,10 @@ def here(row):
     if row.kind == ALWAYS:
         return f"nothing to set: {note}"
     if row.kind == NOT_HERE:
-        values = row.here.split()[1:]
+        values = row.ours.split()[1:]
         return f"not here{f' unless {values[0]}' if values else ''}: {note}"
-    key, colon, pairs = row.here.partition(": ")
-    text = f"`{row.here.replace('=?', '').replace('=[*]', '')}`"
+    key, colon, pairs = row.ours.partition(": ")
+    text = f"`{row.ours.replace('=?', '').replace('=[*]', '')}`"
     if colon:
         mapped = ", ".join("{} → {}".format(*pair.rsplit("=", 1)) for pair in pairs.split())
         text = f"`{key}`: {mapped}"

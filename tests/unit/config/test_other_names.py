@@ -28,10 +28,10 @@ def fault(*argv):
 
 def values_of(row):
     """Our keys and the values that a row gives them; None where it is the user's."""
-    key, colon, pairs = row.here.partition(": ")
+    key, colon, pairs = row.ours.partition(": ")
     if colon:
         yield from ((key, pair.rsplit("=", 1)[1]) for pair in pairs.split())
-    words = [*(() if colon else row.here.split()), *row.default.partition(" if ")[0].split()]
+    words = [*(() if colon else row.ours.split()), *row.default.partition(" if ")[0].split()]
     for word in words if "=" in row.default or row.kind == "key" else ():
         key, _, value = word.partition("=")
         if "." in key and not key[0].isdigit():
