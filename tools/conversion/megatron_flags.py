@@ -30,8 +30,7 @@ def add_computed(
         values[name[3:]] = False
     if all(values.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads")):
         yield from _add_model(values, ours, explicit)
-    if "vocab_size" not in values:
-        yield "set model.vocab_size: Megatron-LM takes it from the tokenizer"
+    yield from _add_vocabulary(values, ours)
     ours["optim.betas"] = spelled([values.get("adam_beta1", 0.9), values.get("adam_beta2", 0.999)])
     yield from _add_steps(values, ours)
     _add_layout(values, ours)
@@ -47,6 +46,14 @@ def add_computed(
         ours["recompute.group_layers"] = ours.pop("recompute.num_layers", "1")
     elif "recompute_method" in values:
         ours.setdefault("recompute.num_layers", "1")
+
+
+def _add_vocabulary(values: Values, ours: Ours) -> Iterator[str]:
+    if "vocab_size" not in values:
+        yield "set model.vocab_size: Megatron-LM takes it from the tokenizer"
+    elif values.get("tokenizer_type") == "NullTokenizer":
+        # it adds an end-of-document token to the given size
+        ours["model.vocab_size"] = str(values["vocab_size"] + 1)
 
 
 def _typed(words: Sequence[str]) -> Any:

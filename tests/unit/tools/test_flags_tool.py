@@ -245,6 +245,7 @@ def test_a_job_script_becomes_our_command(flags, tmp_path):
             "model.num_layers=$L parallel.pp=$P model.norm=layernorm",
             "not in what is computed: num_layers pipeline_model_parallel_size",
         ),
+        ("--tokenizer-type NullTokenizer --vocab-size 128", "model.vocab_size=129", ""),
         ("--cp-comm-type a2a --context-parallel-size 2", "parallel.cp_method=ulysses", ""),
         (
             "--rampup-batch-size 16 8 300000 --global-batch-size 64",
