@@ -114,7 +114,7 @@ def number_of_calls(rank):
 def test_collectives_that_differ_between_ranks_are_an_error(difference, over_pipes):
     message = r"collectives mismatch, call 0 of group .* of ranks \[0, 1\]: rank 0: "
     with pytest.raises(RankFailure, match=message):
-        run_ranks(lambda rank, world: difference(rank), 2, timeout=1)
+        run_ranks(lambda rank, world: difference(rank), 2, timeout=20)
 
 
 def reads_early(rank):
